@@ -1,0 +1,1448 @@
+"""GPT-2 inference from scratch: the model, its KV-caches, sampling, and the CPU benchmarks.
+
+    python engine.py                                 benchmarks: no cache, KV-cache, paged
+    python engine.py --prompt "The meaning of life is" --model tiny
+
+Every variant runs the same blocks; they differ only in where keys and values live. That place is an
+object handed to `forward`, with five verbs: `length` (how much is stored), `reserve` (make room for
+the new tokens, before anything runs), `attend` (store and attend, for one layer), `advance`, `release`.
+
+Shapes are written in one alphabet:
+    B batch   T new tokens   S stored + new tokens   V vocabulary   L layers
+    H heads   D head dim     C = H * D model width   P pages        N tokens of all rows, end to end
+"""
+
+import argparse
+import base64
+import codecs
+import contextlib
+import functools
+import json
+import math
+import platform
+import re
+import secrets
+import statistics
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class UserError(ValueError):
+    """Something the user can mend. The message is one line that names the value and the limit."""
+
+
+class OutOfPages(UserError):
+    """The page pool has fewer free pages than a step needs. Nothing was changed."""
+
+
+# ---------------------------------------------------------------------------------------------------
+# CPU kernels. A decode step reads every weight once for one row, so it runs at the memory's speed or slower:
+# torch hands a single row to one thread, oneDNN's product reaches 60 to 75 % of the memory, this loop over 95 %.
+
+FEW_ROWS = 6  # measured, GPT-2's 49 matrices, 2 threads, numba against oneDNN: 1 row 0.61x, 4 rows 0.56x, 8 rows 1.13x
+
+
+@functools.cache
+def cpu_kernels():
+    """The kernels that numba compiles on the spot, float32; None where numba is missing.
+
+    They need no compiler on the machine and are kept in __pycache__. Their plain twins, which run without
+    numba and which the tests compare them with, are in `project` and `PagedKVCache.attend`.
+    """
+    try:
+        import numba
+        from numba import prange
+    except ImportError:
+        return None
+    # Sums may be reordered (for SIMD), but NaN and infinity keep their meaning, unlike under fastmath=True.
+    jit = numba.njit(parallel=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+    @jit
+    def multiply(x, weight, bias, out):
+        """x (N, in), weight (out, in), bias (out) or empty, out (N, out): each weight row is read once for all x."""
+        for o in prange(weight.shape[0]):
+            for row in range(x.shape[0]):
+                total = np.float32(0)
+                for i in range(weight.shape[1]):
+                    total += x[row, i] * weight[o, i]
+                out[row, o] = total + bias[o] if bias.size else total
+
+    @jit
+    def attend(q, k, v, pool_k, pool_v, tables, lengths, page_size, scale, out):
+        """Store and attend one new token a row, page by page with an online softmax (Milakov & Gimelshein 2018).
+
+        q, k, v, out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens stored before.
+        """
+        N, H, D = q.shape
+        for task in prange(N * H):
+            row, head = task // H, task % H
+            S = lengths[row] + 1
+            slot = tables[row, lengths[row] // page_size] * page_size + lengths[row] % page_size
+            query, acc, scores = np.empty(D, np.float32), np.zeros(D, np.float32), np.empty(page_size, np.float32)
+            for d in range(D):
+                query[d] = q[row, head, d] * scale
+                pool_k[head, slot, d] = k[row, head, d]
+                pool_v[head, slot, d] = v[row, head, d]
+            m_i, l_i = np.float32(-np.inf), np.float32(0)             # running maximum and sum of exp(score - m_i)
+            for page in range((S + page_size - 1) // page_size):
+                first, count = tables[row, page] * page_size, min(page_size, S - page * page_size)
+                m_new = m_i
+                for j in range(count):
+                    total = np.float32(0)
+                    for d in range(D):
+                        total += query[d] * pool_k[head, first + j, d]
+                    scores[j] = total
+                    m_new = max(m_new, total)
+                shrink = np.exp(m_i - m_new)
+                l_i *= shrink
+                for d in range(D):
+                    acc[d] *= shrink
+                for j in range(count):
+                    p = np.exp(scores[j] - m_new)
+                    l_i += p
+                    for d in range(D):
+                        acc[d] += p * pool_v[head, first + j, d]
+                m_i = m_new
+            for d in range(D):
+                out[row, head, d] = acc[d] / l_i
+
+    def on_torchs_threads(kernel):
+        def launch(*tensors_and_numbers):
+            numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # known per thread
+            kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in tensors_and_numbers))
+        return launch
+
+    return SimpleNamespace(multiply=on_torchs_threads(multiply), attend=on_torchs_threads(attend))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Model. Attribute names are the checkpoint's.
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The fields of a GPT-2 config.json that change a number. Defaults are GPT-2 small's."""
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_inner: int | None = None
+    n_positions: int = 1024
+    vocab_size: int = 50257
+    layer_norm_epsilon: float = 1e-5
+    activation_function: str = "gelu_new"
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    reorder_and_upcast_attn: bool = False
+    tie_word_embeddings: bool = True
+    eos_token_id: int | None = 50256
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+
+def activation(name):
+    """The MLP's nonlinearity. GPT-2 was trained with the tanh form of GELU, there called gelu_new."""
+    return {"gelu_new": functools.partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}[name]
+
+
+@functools.cache
+def onednn_multiplies(dtype):
+    """Whether this build and processor have oneDNN's linear for `dtype`; tried once, on a small product."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        torch.ops.mkldnn._linear_pointwise(torch.ones(1, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype), None,
+                                           "none", [], "")
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def project(x, weight, bias=None):
+    """x (..., in) times weight (out, in) transposed, plus bias (out): (..., out).
+
+    The only place that multiplies by a weight matrix. On a CPU few rows go to our kernel, more to oneDNN,
+    which is faster than the BLAS behind F.linear.
+    """
+    rows = x.numel() // x.shape[-1]
+    if x.is_cpu and x.dtype == torch.float32 and rows <= FEW_ROWS and (kernels := cpu_kernels()):
+        out = torch.empty(*x.shape[:-1], weight.shape[0])
+        kernels.multiply(x.reshape(rows, -1).contiguous(), weight, NO_BIAS if bias is None else bias,
+                         out.view(rows, -1))
+        return out
+    if x.is_cpu and onednn_multiplies(x.dtype):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+NO_BIAS = torch.empty(0)
+
+
+class Linear(nn.Module):
+    """A projection; weight (out, in), bias (out) or None."""
+
+    def __init__(self, n_in, n_out, bias=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_out, n_in), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(n_out), requires_grad=False) if bias else None
+
+    def forward(self, x):
+        return project(x, self.weight, self.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.n_head = layer, config.n_head
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
+        self.scale = config.head_dim ** -0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scale /= layer + 1
+
+    def forward(self, x, kv):
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                         # 3 x (B, H, T, D)
+        out = kv.attend(self.layer, q, k, v, self.scale)             # (B, H, T, D)
+        return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        inner = config.n_inner or 4 * config.n_embd
+        self.c_fc = Linear(config.n_embd, inner)
+        self.c_proj = Linear(inner, config.n_embd)
+        self.act = activation(config.activation_function)
+
+    def forward(self, x):
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x, kv):
+        x = x + self.attn(self.ln_1(x), kv)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """GPT-2 that stores nothing: each step recomputes every key and value. The oracle of all others.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        # from_pretrained, since nn.Embedding would draw random values: no use here, and on `meta` a second's work.
+        self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd))
+        self.wpe = nn.Embedding.from_pretrained(torch.empty(config.n_positions, config.n_embd))
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)  # the loader ties it to wte
+
+    def new_kv(self):
+        """An empty place for keys and values, to be handed to `forward` step after step."""
+        return Recompute()
+
+    @torch.no_grad()
+    def forward(self, ids, kv=None, keep=slice(None)):
+        """ids (B, T) int64 -> logits (B, T, V) float32 of the new tokens.
+
+        kv: what `new_kv` made; the new tokens stand after what it stores, and are stored. None stores nothing.
+        keep: a slice or index over T: the positions whose logits are wanted (the head is 31 % of GPT-2's bytes).
+        Raises UserError, before anything runs or is stored, for ids outside the vocabulary, for a position
+        beyond the context, and (OutOfPages) where the pool is too small.
+        """
+        if ids.numel() == 0:
+            raise UserError(f"ids of shape {tuple(ids.shape)} hold no token; at least 1 is needed")
+        kv = Recompute() if kv is None else kv
+        position = kv.reserve(*ids.shape, self.config.n_positions).to(ids.device)      # (B, T)
+        x = self.wte(ids) + self.wpe(position)                                         # (B, T, C)
+        for block in self.h:
+            x = block(x, kv)
+        kv.advance()
+        return self.lm_head(self.ln_f(x[:, keep])).float()
+
+
+QUERY_BLOCK = 128
+
+
+def query_blocks(T):
+    """Long prompts are attended block by block, each only over the keys that it may see: half the work of
+    a square of scores, and small enough for the processor's cache."""
+    return [(at, min(at + QUERY_BLOCK, T)) for at in range(0, T, QUERY_BLOCK)]
+
+
+def attention(q, k, v, scale):
+    """Attention with every score written out: q (B, H, T, D), k and v (B, H, S, D) -> (B, H, T, D).
+
+    The T queries are the last of the S positions: key j is visible to query t when j <= S - T + t.
+    """
+    T, S = q.shape[-2], k.shape[-2]
+    if T > QUERY_BLOCK:
+        return torch.cat([attention(q[:, :, at:end], k[:, :, :S - T + end], v[:, :, :S - T + end], scale)
+                          for at, end in query_blocks(T)], dim=2)
+    scores = (q * scale) @ k.transpose(-2, -1)                                         # (B, H, T, S)
+    if T > 1:  # a single query is the last position and sees every key
+        hidden = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
+        scores.masked_fill_(hidden, -math.inf)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def check_positions(last, limit):
+    """Position `last` must be one of the `limit` that the model has an embedding for."""
+    if last >= limit:
+        raise UserError(f"position {last} is beyond the model's context of {limit} positions (0 to {limit - 1})")
+
+
+class Recompute:
+    """Nowhere: keys and values are used once and forgotten, so every step is given all tokens again."""
+
+    length = 0
+
+    def reserve(self, B, T, limit):
+        """Make room for T more tokens a row; raises UserError beyond `limit`. -> positions (B, T)."""
+        check_positions(T - 1, limit)
+        return torch.arange(T).expand(B, T)
+
+    def attend(self, layer, q, k, v, scale):
+        """Store k and v and attend to all that is stored, for one layer; all (B, H, T, D)."""
+        return attention(q, k, v, scale)
+
+    def advance(self):
+        """The new tokens have passed all layers: count them as stored."""
+
+    def release(self):
+        """Give back what was stored."""
+
+
+class GrowingKV:
+    """One tensor a layer for keys and one for values, made anew a little longer at each step."""
+
+    def __init__(self, n_layers):
+        self.layers = [None] * n_layers                              # each (k, v), both (B, H, S, D)
+        self.length = self.new = 0
+
+    def reserve(self, B, T, limit):
+        check_positions(self.length + T - 1, limit)
+        if self.length and self.layers[0][0].shape[0] != B:
+            raise UserError(f"{B} rows were given, but {self.layers[0][0].shape[0]} are stored")
+        self.new = T
+        return torch.arange(self.length, self.length + T).expand(B, T)
+
+    def attend(self, layer, q, k, v, scale):
+        if self.length:
+            stored_k, stored_v = self.layers[layer]
+            k = torch.cat([stored_k[:, :, :self.length], k], dim=2)
+            v = torch.cat([stored_v[:, :, :self.length], v], dim=2)
+        self.layers[layer] = k, v
+        return attention(q, k, v, scale)
+
+    def advance(self):
+        self.length += self.new
+
+    def release(self):
+        self.layers, self.length = [None] * len(self.layers), 0
+
+
+class GPT2Cached(GPT2):
+    """GPT-2 with a KV-cache: a step computes the new tokens only, and copies the cache to lengthen it."""
+
+    def new_kv(self):
+        return GrowingKV(self.config.n_layer)
+
+
+class PagedKVCache:
+    """One pool of fixed-size pages for the keys and values of all sequences.
+
+    A page id stands for page_size consecutive tokens of one sequence, in every layer. Memory is taken once:
+    2 * n_layers * n_heads * max_pages * page_size * head_dim numbers. Source: Kwon et al. 2023,
+    "Efficient Memory Management for Large Language Model Serving with PagedAttention".
+    """
+
+    def __init__(self, n_layers, n_heads, head_dim, page_size=16, max_pages=256, dtype=torch.float32, device="cpu"):
+        for name, value in dict(page_size=page_size, max_pages=max_pages).items():
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+        self.page_size, self.max_pages = page_size, max_pages
+        # Head before slot: the slots of neighbouring pages are one (H, S, D) view, each head's keys in one piece.
+        shape = (n_layers, n_heads, max_pages * page_size, head_dim)
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.is_free = np.ones(max_pages, dtype=bool)
+        self.hidden = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=device).triu(1)
+        # Scores of one query over the whole pool; more queries grow it once, so a decode step allocates nothing.
+        self.scratch = torch.empty(n_heads * shape[2], dtype=dtype, device=device)
+
+    @property
+    def has_kernel(self):
+        return self.k.is_cpu and self.k.dtype == torch.float32 and cpu_kernels() is not None
+
+    @property
+    def free_pages(self):
+        return int(self.is_free.sum())
+
+    def check_free(self, count):
+        """Raises OutOfPages where fewer than `count` pages are free."""
+        if count > self.free_pages:
+            raise OutOfPages(f"{count} pages of {self.page_size} tokens are needed, "
+                             f"{self.free_pages} of {self.max_pages} are free")
+
+    def allocate(self, count, after=None):
+        """Take `count` free pages -> their ids, continuing behind page `after` where that is free.
+
+        Long runs of neighbouring pages are read as one view, so a new run starts in the middle of the
+        longest free stretch: whoever writes just before it keeps room to grow. Raises OutOfPages.
+        """
+        self.check_free(count)
+        pages = []
+        for _ in range(count):
+            page = self.max_pages if after is None else after + 1
+            if page >= self.max_pages or not self.is_free[page]:
+                page = self._start_of_run(count - len(pages))
+            self.is_free[page] = False
+            pages.append(page)
+            after = page
+        return pages
+
+    def _start_of_run(self, count):
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], self.is_free, [0]))))     # starts and ends in turn
+        starts, ends = edges[::2], edges[1::2]
+        widest = int((ends - starts).argmax())
+        start, end = int(starts[widest]), int(ends[widest])
+        return start if start == 0 else max(start, min((start + end) // 2, end - count))
+
+    def free(self, pages):
+        """Give pages back to the pool."""
+        self.is_free[pages] = True
+
+    def runs(self, pages, length):
+        """The slots of the first `length` tokens, as (first slot, count) of each contiguous piece."""
+        runs = []
+        for at in range(0, length, self.page_size):
+            slot, count = pages[at // self.page_size] * self.page_size, min(self.page_size, length - at)
+            if runs and sum(runs[-1]) == slot:
+                runs[-1] = runs[-1][0], runs[-1][1] + count
+            else:
+                runs.append((slot, count))
+        return runs
+
+    def write(self, layer, slots, k, v):
+        """Store k and v (H, N, D) of one layer in N slots: a (first, count) run, or an index (N)."""
+        for pool, new in (self.k[layer], k), (self.v[layer], v):
+            if isinstance(slots, tuple):
+                pool[:, slots[0]:sum(slots)] = new
+            else:
+                pool.index_copy_(1, slots, new)
+
+    def attend(self, layer, q, runs, scale):
+        """q (H, T, D), the last T of the tokens in `runs` -> (H, T, D). Keys are read where they lie."""
+        k, v = self.k[layer], self.v[layer]                                            # (H, slots, D)
+        (H, T, _), S = q.shape, sum(count for _, count in runs)
+        if T > QUERY_BLOCK:
+            return torch.cat([self.attend(layer, q[:, at:end], clip_runs(runs, S - T + end), scale)
+                              for at, end in query_blocks(T)], dim=1)
+        scores = self._scores(H, T, S)
+        at = 0
+        for first, count in runs:
+            part = scores[..., at:at + count]
+            torch.baddbmm(part, q, k[:, first:first + count].transpose(1, 2), beta=0, alpha=scale, out=part)
+            at += count
+        if T > 1:
+            scores[..., S - T:].masked_fill_(self.hidden[:T, :T], -math.inf)
+        torch.softmax(scores, dim=-1, out=scores)
+        out, at = None, 0
+        for first, count in runs:
+            part, values = scores[..., at:at + count], v[:, first:first + count]
+            out = torch.bmm(part, values) if out is None else out.baddbmm_(part, values)
+            at += count
+        return out
+
+    def _scores(self, H, T, S):
+        if self.scratch.numel() < H * T * S:
+            self.scratch = self.scratch.new_empty(H * T * S)
+        return self.scratch[:H * T * S].view(H, T, S)
+
+
+def clip_runs(runs, length):
+    """The runs of the first `length` tokens."""
+    clipped = []
+    for first, count in runs:
+        if length > 0:
+            clipped.append((first, min(count, length)))
+        length -= count
+    return clipped
+
+
+class PageTable:
+    """The pages of one sequence, in order, and how many of its tokens are stored in them.
+
+    The table owns its pages: a table that is dropped gives them back, as any object does with its memory.
+    """
+
+    def __init__(self, cache):
+        self.cache, self.pages, self.length = cache, [], 0
+
+    def missing(self, count):
+        """How many more pages `count` more tokens need."""
+        return max(0, -(-(self.length + count) // self.cache.page_size) - len(self.pages))
+
+    def grow(self, count):
+        """Take the pages that `count` more tokens need. Raises OutOfPages and takes none."""
+        if more := self.missing(count):
+            self.pages += self.cache.allocate(more, after=self.pages[-1] if self.pages else None)
+
+    def release(self):
+        self.cache.free(self.pages)
+        self.pages, self.length = [], 0
+
+    __del__ = release
+
+
+class PagedKV:
+    """Some sequences of a pool, as one forward pass sees them: a row each, of any length.
+
+    tables: a PageTable a row; None makes new ones at the first step.
+    counts: how many new tokens each row brings, where they differ; then ids are (1, N), the rows end to end.
+    """
+
+    def __init__(self, cache, tables=None, counts=None):
+        self.cache, self.tables, self.counts = cache, tables, counts
+
+    @property
+    def length(self):
+        return max((table.length for table in self.tables or ()), default=0)
+
+    def reserve(self, B, T, limit):
+        """All rows get the pages they need, or OutOfPages is raised and none does."""
+        if self.tables is None:
+            self.tables = [PageTable(self.cache) for _ in range(B)]
+        self.new = self.counts or [T] * B
+        if sum(self.new) != B * T or len(self.new) != len(self.tables):
+            raise UserError(f"{B * T} tokens in {len(self.new)} rows were given, {len(self.tables)} rows are stored")
+        for table, count in zip(self.tables, self.new):
+            check_positions(table.length + count - 1, limit)
+        self.cache.check_free(sum(table.missing(count) for table, count in zip(self.tables, self.new)))
+        for table, count in zip(self.tables, self.new):
+            table.grow(count)
+        return self._plan().view(B, T)
+
+    def _plan(self):
+        """Once a step, for all layers: where the new tokens go and what each row reads. -> positions (N)."""
+        size, device = self.cache.page_size, self.cache.k.device
+        lengths = [table.length for table in self.tables]
+        positions = [torch.arange(length, length + count) for length, count in zip(lengths, self.new)]
+        # The leading rows of one new token each go to the kernel, together; the others row by row.
+        self.single = 0
+        if self.cache.has_kernel:
+            self.single = next((i for i, count in enumerate(self.new) if count > 1), len(self.new))
+            pages = [table.pages for table in self.tables[:self.single]]
+            self.single_pages = np.zeros((self.single, max(map(len, pages), default=0)), np.int64)
+            for row, ids in enumerate(pages):
+                self.single_pages[row, :len(ids)] = ids
+            self.single_lengths = np.array(lengths[:self.single])
+        rest = range(self.single, len(self.tables))
+        self.reads = [self.cache.runs(self.tables[i].pages, lengths[i] + self.new[i]) for i in rest]
+        if rest:
+            first, count = self.reads[0][-1]
+            if len(rest) == 1 and self.new[-1] <= count:  # one piece: written as a slice
+                self.writes = first + count - self.new[-1], self.new[-1]
+            else:
+                self.writes = torch.cat([torch.tensor(self.tables[i].pages)[positions[i] // size] * size
+                                         + positions[i] % size for i in rest]).to(device)
+        return torch.cat(positions)
+
+    def attend(self, layer, q, k, v, scale):
+        B, H, T, D = q.shape
+        q, k, v = (x.transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))         # rows end to end
+        n, cache, out = self.single, self.cache, torch.empty(B * T, H, D, dtype=q.dtype, device=q.device)
+        if n:
+            cpu_kernels().attend(q[:n], k[:n], v[:n], cache.k[layer], cache.v[layer], self.single_pages,
+                                 self.single_lengths, cache.page_size, np.float32(scale), out[:n])
+        if self.reads:
+            q, k, v = (x[n:].transpose(0, 1) for x in (q, k, v))                       # (H, N, D)
+            cache.write(layer, self.writes, k, v)
+            for rows, row_q, runs in zip(out[n:].split(self.new[n:]), q.split(self.new[n:], dim=1), self.reads):
+                rows.copy_(cache.attend(layer, row_q, runs, scale).transpose(0, 1))
+        return out.view(B, T, H, D).transpose(1, 2)
+
+    def advance(self):
+        for table, count in zip(self.tables, self.new):
+            table.length += count
+
+    def release(self):
+        for table in self.tables or ():
+            table.release()
+
+
+class GPT2Paged(GPT2):
+    """GPT-2 whose keys and values live in the fixed pages of one pool; nothing is ever copied to grow."""
+
+    def __init__(self, config, page_size=16, max_pages=256):
+        super().__init__(config)
+        self.page_size, self.max_pages = page_size, max_pages
+
+    @functools.cached_property
+    def cache(self):
+        """The pool, made at first use so that it has the weights' dtype and device."""
+        c, weight = self.config, self.wte.weight
+        return PagedKVCache(c.n_layer, c.n_head, c.head_dim, self.page_size, self.max_pages,
+                            weight.dtype, weight.device)
+
+    def new_kv(self):
+        return PagedKV(self.cache)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Models by name: the hub, a folder, the sample model, or random weights.
+
+SHAPES = {
+    "distilgpt2": dict(n_layer=6),
+    "gpt2": dict(),
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
+}
+CONV1D = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")       # stored (in, out) by GPT-2's Conv1D
+BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")      # the causal mask, which old checkpoints carry
+FORMATS = ["model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin"]
+HUB_SECONDS = 4  # how long the hub may take to answer before it counts as out of reach
+
+
+def load_model(name="auto", variant=GPT2Paged, dtype=torch.float32, device="cpu", stand_in="tiny", **options):
+    """A model of class `variant`, ready to run; its `name` attribute says what was loaded.
+
+    name: a Hugging Face name (gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, owner/name), a folder with
+    config.json and weights, `tiny` (assets/tiny), `random` or `random:NAME` (random weights in that shape), or
+    `auto`: gpt2, and where neither cache nor hub has it within seconds, `stand_in`, said in one line on stderr.
+    dtype: a torch dtype or its name; the weights are converted to it. options go to the class. Raises UserError.
+    """
+    dtype = DTYPES.get(dtype, dtype)
+    if dtype not in DTYPES.values():
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}")
+    if name == "auto":
+        name = gpt2_or(stand_in)
+    kind, _, shape = name.partition(":")
+    if kind == "random":
+        if shape not in SHAPES and shape:
+            raise UserError(f"random:{shape} is not a shape; there are {', '.join(SHAPES)}")
+        config = GPT2Config(**SHAPES[shape or "gpt2"])
+    else:
+        folder = model_folder(name)
+        config = read_config(folder)
+    if config.reorder_and_upcast_attn and dtype != torch.float32:
+        raise UserError(f"reorder_and_upcast_attn=true asks for scores in float32: use dtype float32, not {dtype}")
+    model = empty_model(variant, config, name, options)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    if kind == "random":
+        return with_weights(model, random_weights(shapes, dtype, device))
+    return with_weights(model, read_weights(folder, shapes, config.tie_word_embeddings, dtype, device))
+
+
+def empty_model(variant, config, name, options):
+    """A model without memory or initial values: the tensors that are read become its parameters."""
+    with torch.device("meta"):
+        model = variant(config, **options).requires_grad_(False).eval()
+    model.name = name
+    return model
+
+
+def with_weights(model, state):
+    model.load_state_dict(state, assign=True)
+    if state["lm_head.weight"] is state["wte.weight"]:
+        model.lm_head.weight = model.wte.weight
+    return model
+
+
+def share_weights(model, variant, **options):
+    """The same model as another class, on the same tensors in memory."""
+    return with_weights(empty_model(variant, model.config, model.name, options), model.state_dict(keep_vars=True))
+
+
+def gpt2_or(stand_in):
+    """`gpt2` where it can be had within seconds, else the stand-in's name, and a line that says so."""
+    try:
+        hub_folder("gpt2")
+    except UserError as err:
+        print(f"{err}; {stand_in} stands in", file=sys.stderr)
+        return stand_in
+    return "gpt2"
+
+
+def model_folder(name):
+    """The folder that holds the model `name`: assets/tiny, the folder of that path, or the hub's cache."""
+    if name == "tiny":
+        return ASSETS / "tiny"
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        raise UserError(f"there is no folder {name!r}, and it is not a Hugging Face name")
+    return hub_folder(name)
+
+
+def hub_folder(name):
+    """The snapshot of a Hugging Face model in its local cache, downloaded there (with a progress bar) if missing."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    for local in (True, False):
+        if not local and constants.HF_HUB_OFFLINE:
+            raise UserError(f"{name} is not in the local cache, and HF_HUB_OFFLINE is set")
+        if not local and (why := no_answer(lambda: HfApi().model_info(name, timeout=HUB_SECONDS))):
+            raise UserError(f"{name} is not in the local cache, and the hub did not give it ({why})")
+        for weights in (FORMATS[:2], FORMATS[2:]):
+            patterns = ["config.json", *weights, *(pattern + ".index.json" for pattern in weights)]
+            with contextlib.suppress(FileNotFoundError):
+                folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=local))
+                if any(folder.glob(pattern) for pattern in weights):
+                    return folder
+    raise UserError(f"{name} has no weights named {' or '.join(FORMATS)}")
+
+
+def no_answer(call):
+    """Why `call` failed, or did not return within HUB_SECONDS, in a few words; None where it went well.
+
+    In a thread of its own, since a look-up of a host's name knows no time limit.
+    """
+    why = [f"no answer in {HUB_SECONDS} s"]
+
+    def run():
+        try:
+            call()
+            why[0] = None
+        except Exception as err:
+            why[0] = type(err).__name__
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
+    return why[0]
+
+
+def read_config(folder):
+    """config.json -> GPT2Config. Raises UserError for what is not GPT-2 or not implemented, by the field's name."""
+    path = Path(folder, "config.json")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise UserError(f"{path} can't be read as JSON: {first_line(err)}") from None
+    if not isinstance(raw, dict) or raw.get("model_type") != "gpt2":
+        found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
+        raise UserError(f"{path} is not a GPT-2 config: model_type must be 'gpt2', not {found!r}")
+    for name in ("add_cross_attention", "pruned_heads", "quantization_config"):
+        if raw.get(name):
+            raise UserError(f"{path}: {name}={raw[name]!r} is not supported")
+    fields = {name: raw[name] for name in GPT2Config.__dataclass_fields__ if name in raw}
+    for name, value in fields.items():
+        check_config_field(f"{path}: {name}", name, value)
+    config = GPT2Config(**fields)
+    if config.n_embd % config.n_head:
+        raise UserError(f"{path}: n_embd={config.n_embd} is not a multiple of n_head={config.n_head}")
+    return config
+
+
+def check_config_field(label, name, value):
+    """Raises UserError unless `value` is one that the engine implements for the config field `name`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if name in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "n_inner"):
+        good, wanted = (whole and value > 0) or (name == "n_inner" and value is None), "a whole number of at least 1"
+    elif name == "eos_token_id":
+        good, wanted = value is None or whole, "a whole number or null"
+    elif name == "layer_norm_epsilon":
+        good, wanted = isinstance(value, float) and 0 < value < 1, "a number between 0 and 1"
+    elif name == "activation_function":
+        good, wanted = value in ("gelu_new", "gelu", "relu"), "gelu_new, gelu or relu"
+    else:
+        good, wanted = isinstance(value, bool), "true or false"
+    if not good:
+        raise UserError(f"{label} must be {wanted}, not {value!r}")
+
+
+def weight_files(folder):
+    """The files that hold a model's weights: safetensors before bin, the shards that an index names in turn."""
+    for single in (FORMATS[0], FORMATS[2]):
+        index = Path(folder, single + ".index.json")
+        if Path(folder, single).is_file():
+            return [Path(folder, single)]
+        if index.is_file():
+            try:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                return [Path(folder, Path(name).name) for name in sorted(names)]
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as err:
+                raise UserError(f"{index} is not an index of shards: {first_line(err)}") from None
+    raise UserError(f"{folder} has no weights: no {FORMATS[0]} or {FORMATS[2]}, nor an index of shards")
+
+
+def read_tensors(path):
+    """Yields (name, tensor) of one weight file. The tensors lie in the mapped file: copy what is to stay.
+
+    safetensors files are opened anew for each tensor, the largest first: closing one gives the memory of what
+    was read back, so that loading never holds the weights twice.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(path, "pt") as file:
+                sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}
+            for name in sorted(sizes, key=lambda name: (sizes[name], name), reverse=True):
+                with safe_open(path, "pt") as file:
+                    yield name, file.get_tensor(name)
+        else:
+            yield from torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)).items()
+    except Exception as err:  # each format has its own kinds; what can't be read is the file's fault
+        raise UserError(f"{path} can't be read, is it complete? ({first_line(err)})") from None
+
+
+def first_line(err):
+    return (str(err).strip() or type(err).__name__).splitlines()[0][:200]
+
+
+def read_weights(folder, shapes, tied, dtype, device):
+    """The tensors of a checkpoint as a state dict of `shapes`, converted; names with or without `transformer.`.
+
+    Raises UserError, with the tensor's name, for one that is missing, left over, given twice or of another shape.
+    """
+    state = {}
+    for path in weight_files(folder):
+        for key, tensor in read_tensors(path):
+            name = key.removeprefix("transformer.")
+            if BUFFERS.fullmatch(name):
+                continue
+            if name not in shapes or name in state:
+                raise UserError(f"{path}: {key} is {'given twice' if name in state else 'not part of this GPT-2'}")
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                raise UserError(f"{path}: {key} must be a float tensor, not {getattr(tensor, 'dtype', type(tensor))}")
+            conv1d = CONV1D.fullmatch(name)
+            expected = shapes[name][::-1] if conv1d else shapes[name]
+            if tuple(tensor.shape) != expected:
+                raise UserError(f"{path}: {key} has shape {tuple(tensor.shape)}, the config asks for {expected}")
+            if name == "lm_head.weight" and torch.equal(tensor.to(dtype), state.get("wte.weight", torch.empty(0))):
+                continue  # written out although it is tied
+            state[name] = torch.empty(shapes[name], dtype=dtype, device=device).copy_(tensor.t() if conv1d else tensor)
+    if tied and "wte.weight" in state:
+        state.setdefault("lm_head.weight", state["wte.weight"])
+    missing = [name for name in shapes if name not in state]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise UserError(f"{folder}: the weights lack {missing[0]}{more}")
+    return state
+
+
+def random_weights(shapes, dtype, device):
+    """Weights as GPT-2 starts its training, always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    state = {}
+    for name, shape in shapes.items():
+        if name.endswith("bias"):
+            tensor = torch.zeros(shape)
+        elif "ln_" in name:
+            tensor = torch.ones(shape)
+        elif name != "lm_head.weight":
+            tensor = torch.empty(shape).normal_(0, 0.02, generator=generator)
+        state[name] = state["wte.weight"] if name == "lm_head.weight" else tensor.to(device, dtype)
+    return state
+
+
+# ---------------------------------------------------------------------------------------------------
+# Tokenizer
+
+@functools.cache
+def load_tokenizer():
+    """GPT-2's byte-pair encoding as a tiktoken.Encoding; nothing is downloaded.
+
+    Use `encode_ordinary`: text from a user is plain text, `<|endoftext|>` in it is seven ordinary tokens.
+    """
+    import tiktoken
+
+    lines = (ASSETS / "gpt2.tiktoken").read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
+
+
+def stream_text(tokens):
+    """Yields the text of token ids as they come. Bytes are held until they make whole characters."""
+    encoding, decoder = load_tokenizer(), codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        yield decoder.decode(encoding.decode_single_token_bytes(token))
+    yield decoder.decode(b"", final=True)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sampling. Order and meaning are vLLM's: bias and minimum length, penalties, temperature, min_p, top_k, top_p.
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request chooses its tokens, and when it ends. Raises UserError with the name and range.
+
+    temperature         0 is greedy; above, the logits are divided by it
+    top_k               only the k most likely tokens; 0, -1 or more than the vocabulary is off
+    top_p               only the most likely tokens that together reach this probability, in (0, 1]
+    min_p               only tokens at least this fraction as likely as the most likely one, in [0, 1]
+    repetition_penalty  above 0; for tokens of prompt and output, positive logits are divided, others multiplied
+    presence_penalty    -2 to 2, taken once from the logit of each token in the output
+    frequency_penalty   -2 to 2, taken as often as the token stands in the output
+    logit_bias          {token id: -100 to 100}, added to those logits
+    seed                the request's own random stream: the same seed gives the same text whatever else runs
+    max_tokens          most tokens to generate; None is all that the context holds. min_tokens: no end before
+    ignore_eos          the end-of-text token does not end the text
+    logprobs            0 to 20: log probabilities of the chosen token and of that many most likely ones
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        tiny, most = math.ulp(0.0), 2**63 - 1
+        check_number("temperature", self.temperature, Real, 0, math.inf)
+        check_number("top_k", self.top_k, Integral, -1, most)
+        check_number("top_p", self.top_p, Real, tiny, 1)
+        check_number("min_p", self.min_p, Real, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, Real, tiny, math.inf)
+        check_number("presence_penalty", self.presence_penalty, Real, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, Real, -2, 2)
+        check_number("seed", self.seed, Integral, -2**63, most, optional=True)
+        check_number("max_tokens", self.max_tokens, Integral, 0, most, optional=True)
+        check_number("min_tokens", self.min_tokens, Integral, 0, most if self.max_tokens is None else self.max_tokens)
+        check_number("logprobs", self.logprobs, Integral, 0, 20, optional=True)
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        if not isinstance(self.logit_bias, dict | None):
+            raise UserError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
+        for token, bias in (self.logit_bias or {}).items():
+            check_number("logit_bias token id", token, Integral, 0, most)
+            check_number(f"logit_bias of token {token}", bias, Real, -100, 100)
+
+    @property
+    def penalises(self):
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def truncates(self):
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def check_number(name, value, kind, low, high, optional=False):
+    """Raises UserError unless value is a finite number of that kind from low to high (or None where optional)."""
+    if value is None and optional:
+        return
+    good = isinstance(value, kind) and not isinstance(value, bool)
+    if not good or not math.isfinite(value) or not low <= value <= high:
+        what = "a whole number" if kind is Integral else "a finite number"
+        bounds = f"from {low}" if low != math.ulp(0.0) else "above 0"
+        bounds += f" to {high}" if high not in (math.inf, 2**63 - 1) else ""
+        raise UserError(f"{name} must be {what} {bounds}, not {value!r}")
+
+
+class Request:
+    """One prompt on its way to a text.
+
+    output_ids, logprobs (a TokenLogprobs each, where asked for) and finish_reason ("stop" at the end of text,
+    "length" at max_tokens or at the context's end) are filled in as it runs.
+    """
+
+    def __init__(self, prompt_ids, params=None):
+        self.prompt_ids, self.params = list(prompt_ids), params or SamplingParams()
+        self.output_ids, self.logprobs, self.finish_reason = [], [], None
+        seed = secrets.randbits(63) if self.params.seed is None else int(self.params.seed)
+        self.key = seed % 2**64
+
+    def uniform(self):
+        """The random number of the next token, in [0, 1): a function of seed and output length alone."""
+        bits = np.random.Philox(key=self.key, counter=len(self.output_ids)).random_raw()
+        return (int(bits) >> 16) / 2**48
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log probabilities of the model itself: before bias, penalties, temperature and truncation."""
+
+    token: int
+    logprob: float
+    top: dict  # token id -> logprob, the most likely first
+
+
+def sample(logits, requests, eos_token_id=None):
+    """The next token of each row: logits (B, V), a Request a row -> (ids, TokenLogprobs or None), lists of B.
+
+    A row's result depends on its logits and its request alone, not on its neighbours.
+    """
+    params = [request.params for request in requests]
+    logits = logits.float()
+    chosen = process_logits(logits, requests, eos_token_id)                            # (B, V)
+    tokens = chosen.argmax(dim=-1)
+    if any(p.temperature for p in params):
+        temperature = logits.new_tensor([[p.temperature] for p in params])
+        # The largest logit becomes 0 first, so that a temperature near 0 overflows to -inf and never to NaN.
+        scaled = chosen - chosen.gather(1, tokens[:, None])
+        probs = torch.softmax(scaled / temperature.clamp(min=1e-30), dim=-1)
+        rows = [i for i, p in enumerate(params) if p.temperature and p.truncates]
+        if rows:
+            probs[rows] = truncate(probs[rows], tokens[rows], [params[i] for i in rows])
+        tokens = torch.where(temperature[:, 0] == 0, tokens, draw(probs, [r.uniform() for r in requests]))
+    tokens = tokens.tolist()
+    return tokens, token_logprobs(logits, tokens, params)
+
+
+def process_logits(logits, requests, eos_token_id):
+    """The logits after logit_bias, min_tokens and the penalties; a copy where anything changes."""
+    V = logits.shape[-1]
+    biased = [(i, token, bias) for i, r in enumerate(requests) for token, bias in (r.params.logit_bias or {}).items()]
+    can_end = eos_token_id is not None and eos_token_id < V
+    early = [i for i, r in enumerate(requests) if can_end and len(r.output_ids) < r.params.min_tokens]
+    penalised = [(i, r) for i, r in enumerate(requests) if r.params.penalises]
+    if not (biased or early or penalised):
+        return logits
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    for i, token, bias in biased:
+        logits[i, token] += bias
+    for i in early:
+        logits[i, eos_token_id] = -math.inf
+    if penalised:
+        flat = logits.view(-1)                                       # row i's token t is at i * V + t
+        settings = logits.new_tensor([[r.params.repetition_penalty, r.params.frequency_penalty,
+                                       r.params.presence_penalty] for r in requests])
+        repetition, frequency, presence = settings.T
+
+        def seen(tokens_of):
+            ids = [i * V + token for i, r in penalised for token in tokens_of(r)]
+            at, count = torch.tensor(ids, dtype=torch.long, device=flat.device).unique(return_counts=True)
+            return at, at // V, count
+
+        at, row, _ = seen(lambda r: r.prompt_ids + r.output_ids)
+        value, penalty = flat[at], repetition[row]
+        flat[at] = torch.where(value > 0, value / penalty, value * penalty)
+        at, row, count = seen(lambda r: r.output_ids)
+        flat[at] -= frequency[row] * count + presence[row]
+    return logits
+
+
+def truncate(probs, best, params):
+    """probs (B, V) with the tokens that min_p, top_k and top_p exclude set to 0. best (B): the most likely ones."""
+    V = probs.shape[-1]
+    top_k = probs.new_tensor([[p.top_k if 0 < p.top_k < V else V] for p in params])
+    top_p = probs.new_tensor([[p.top_p if p.top_p < 1 else math.inf] for p in params], dtype=torch.float64)
+    min_p = probs.new_tensor([[p.min_p] for p in params])
+    for K in (min(1024, V), V):  # a sort of the whole vocabulary is slow and rarely needed
+        top, ids = probs.topk(K)                                                       # (B, K), most likely first
+        enough = (top_k <= K) | (top.sum(-1, keepdim=True) >= top_p) | (top[:, -1:] < min_p * top[:, :1])
+        if K == V or enough.all():
+            break
+    # Where several are the most likely, topk names any of them first; it must be the one that greedy takes.
+    ids = torch.where(ids == best[:, None], ids[:, :1], ids)
+    ids[:, 0] = best
+    keep = (torch.arange(K, device=probs.device) < top_k) & (top >= min_p * top[:, :1])
+    top = top.double() * keep
+    before = top.cumsum(-1) - top
+    keep &= before < top_p * top.sum(-1, keepdim=True)
+    keep[:, 0] = True
+    return torch.zeros_like(probs).scatter_(1, ids, (top * keep).to(probs.dtype))
+
+
+def draw(probs, uniforms):
+    """One token a row from probs (B, V), not normalised: the first whose cumulative sum exceeds uniform * total."""
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    target = cumulative.new_tensor(uniforms)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def token_logprobs(logits, tokens, params):
+    """A TokenLogprobs for each row whose params ask for it, else None."""
+    rows = [i for i, p in enumerate(params) if p.logprobs is not None]
+    found = [None] * len(params)
+    for i, logprobs in zip(rows, torch.log_softmax(logits[rows], dim=-1) if rows else ()):
+        top = logprobs.topk(min(params[i].logprobs, logprobs.shape[0]))
+        found[i] = TokenLogprobs(tokens[i], logprobs[tokens[i]].item(),
+                                dict(zip(top.indices.tolist(), top.values.tolist())))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------
+# Generation: one loop for every variant.
+
+def generate(model, prompt, params=None):
+    """Yields token ids as they come; the generator's return value is the finish reason.
+
+    prompt: token ids, or a Request, which is then filled in as it runs. The end-of-text token ends the text
+    with reason "stop" and is not yielded.
+
+    The context rule: a token needs a position when it is fed to the model, and the last one generated is never
+    fed. So a prompt may have 1 to n_positions tokens, and prompt + output reach n_positions + 1 at most. A
+    larger max_tokens is no error: the text ends there with reason "length", as it does at max_tokens.
+    Raises UserError at once, before anything runs.
+    """
+    request = prompt if isinstance(prompt, Request) else Request(prompt, params)
+    check_request(request, model.config)
+    return run_request(model, request)
+
+
+def check_request(request, config):
+    """Raises UserError where the prompt or a parameter does not suit the model."""
+    if not 1 <= len(request.prompt_ids) <= config.n_positions:
+        raise UserError(f"the prompt has {len(request.prompt_ids)} tokens; "
+                        f"it must have 1 to {config.n_positions}, the model's context")
+    for token in request.prompt_ids:
+        check_number("a prompt token id", token, Integral, 0, config.vocab_size - 1)
+    for token in request.params.logit_bias or {}:
+        check_number("a logit_bias token id", token, Integral, 0, config.vocab_size - 1)
+
+
+def output_limit(request, config):
+    """How many tokens the request may generate: max_tokens, or what the context leaves."""
+    room = config.n_positions + 1 - len(request.prompt_ids)
+    return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+
+
+def run_request(model, request):
+    kv, eos, limit = model.new_kv(), model.config.eos_token_id, output_limit(request, model.config)
+    try:
+        while len(request.output_ids) < limit:
+            # Feed what is not stored yet: without a cache that is everything, with one the last token.
+            ids = (request.prompt_ids + request.output_ids)[kv.length:]
+            logits = model(torch.tensor([ids]).to(model.wte.weight.device), kv, keep=slice(-1, None))
+            (token,), (logprobs,) = sample(logits[:, -1], [request], eos)
+            if token == eos and not request.params.ignore_eos:
+                request.finish_reason = "stop"
+                return "stop"
+            request.output_ids.append(token)
+            request.logprobs += [logprobs] * (logprobs is not None)
+            yield token
+        request.finish_reason = "length"
+        return "length"
+    finally:
+        kv.release()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Benchmarks
+
+VARIANTS = {"no-cache": GPT2, "cached": GPT2Cached, "paged": GPT2Paged}
+LABELS = {"no-cache": "no cache", "cached": "KV-cache (torch.cat)", "paged": "KV-cache (pages)"}
+SENTENCE = "The meaning of life is"
+
+
+def greedy(tokens):
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def random_prompt(length, vocab_size):
+    return np.random.default_rng(length).integers(min(vocab_size, 50000), size=length).tolist()
+
+
+def outputs_match(models, prompt, tokens=4):
+    """Greedy text of every variant against GPT2's, and the largest difference of the prompt's last logits."""
+    ids, texts, logits = torch.tensor([prompt]), {}, {}
+    for name, model in models.items():
+        texts[name] = list(generate(model, prompt, greedy(tokens)))
+        kv = model.new_kv()
+        model(ids[:, :-1], kv, keep=slice(-1, None))
+        logits[name] = model(ids if name == "no-cache" else ids[:, -1:], kv, keep=slice(-1, None))
+        kv.release()
+    difference = max((logits[name] - logits["no-cache"]).abs().max().item() for name in models)
+    return all(text == texts["no-cache"] for text in texts.values()), difference
+
+
+def time_generation(model, prompt, tokens):
+    """Seconds to the first token, and of each token after it."""
+    marks = [time.perf_counter()]
+    for _ in generate(model, prompt, greedy(tokens)):
+        marks.append(time.perf_counter())
+    gaps = np.diff(marks)
+    return gaps[0], gaps[1:]
+
+
+def bench_generation(models, args, progress):
+    """First token and decode of each variant after prompts of several lengths, in interleaved rounds."""
+    sentence = load_tokenizer().encode_ordinary(SENTENCE)
+    prompts = [sentence] + [random_prompt(n, args.config.vocab_size) for n in (16, 512, 900)]
+    rows = []
+    for prompt in prompts:
+        same, difference = outputs_match(models, prompt)
+        print(f"Match: {'yes' if same else 'NO'}  after {len(prompt)} tokens: "
+              f"greedy text of all variants {'equal' if same else 'DIFFERS'}, logits within {difference:.1e}")
+        if not same:
+            raise SystemExit(1)
+        tokens = dict.fromkeys(models, args.tokens)
+        if prompt is not sentence:  # a slow variant makes fewer tokens than asked for; the table says how many
+            for name, model in models.items():
+                tokens[name] = min(args.tokens, 1 + max(3, int(1.5 / time_generation(model, prompt, 2)[1][0])))
+        runs = {name: [] for name in models}
+        for _ in range(args.runs):
+            for name, model in models.items():
+                runs[name].append(time_generation(model, prompt, tokens[name]))
+                progress.update()
+        base = [statistics.mean(rest) for _, rest in runs["no-cache"]]
+        for name in models:
+            step = [statistics.mean(rest) for _, rest in runs[name]]
+            rows.append({
+                "prompt": len(prompt), "variant": LABELS[name], "new": tokens[name],
+                "first token ms": 1e3 * statistics.median(first for first, _ in runs[name]),
+                "ms a token": 1e3 * statistics.median(step),
+                "min": 1e3 * min(step), "max": 1e3 * max(step),
+                "tokens/s": 1 / statistics.median(step),
+                "speed-up": statistics.median(b / s for b, s in zip(base, step)),
+            })
+    return rows
+
+
+class ByteCounter(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the bytes that operators allocate, and that those which store K and V read and write."""
+
+    MOVES = ("cat", "copy_", "index_copy_")
+
+    def __init__(self):
+        super().__init__()
+        self.allocated = self.moved = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        flat = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {t.untyped_storage().data_ptr() for t in flat}
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.allocated += t.nbytes
+        name = func.overloadpacket.__name__
+        if name in self.MOVES:
+            self.moved += 2 * (out.nbytes if name == "cat" else flat[-1].nbytes)
+        return out
+
+
+def count_bytes(model, stored):
+    """Bytes that one decode step moves and allocates to store and attend, with `stored` tokens before it."""
+    kv = model.new_kv()
+    model(torch.tensor([random_prompt(stored, model.config.vocab_size)]), kv, keep=slice(-1, None))
+    counter, attend = ByteCounter(), kv.attend
+
+    def counted(*args):
+        with counter:
+            return attend(*args)
+
+    kv.attend = counted
+    model(torch.tensor([[0]]), kv)
+    kv.release()
+    return counter
+
+
+def bench_bytes(models, args, progress):
+    """What a decode step costs in memory: torch.cat against pages, counted operator by operator as it runs."""
+    rows = []
+    for stored in (16, 128, 512, 900):
+        for name in ("cached", "paged"):
+            counter = count_bytes(models[name], stored)
+            rows.append({"stored": stored, "variant": LABELS[name], "moved KB a step": counter.moved / 1e3,
+                         "allocated KB a step": counter.allocated / 1e3})
+            progress.update()
+    return rows
+
+
+def read_bandwidth():
+    """Bytes a second at which this machine reads memory with torch's threads: the best of 10 sums of 512 MB."""
+    data = torch.ones(2**27)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        data.sum()
+        seconds.append(time.perf_counter() - start)
+    return data.nbytes / min(seconds)
+
+
+def bench_bandwidth(models, args, progress):
+    """The ceiling of a decode step, which reads every weight once, and how near each cache comes to it."""
+    model = models["paged"]
+    weights = sum(p.nbytes for p in model.parameters()) - model.wpe.weight.nbytes     # tied ones count once
+    ceiling, rows = read_bandwidth(), []
+    prompt = load_tokenizer().encode_ordinary(SENTENCE)
+    for name in ("cached", "paged"):
+        step = statistics.median(time_generation(models[name], prompt, 30)[1])
+        rows.append({"variant": LABELS[name], "weights MB": weights / 1e6, "memory GB/s": ceiling / 1e9,
+                     "floor ms": 1e3 * weights / ceiling, "ms a token": 1e3 * step,
+                     "reached GB/s": weights / step / 1e9, "share of memory": weights / step / ceiling})
+        progress.update()
+    return rows
+
+
+BENCHMARKS = {
+    "generation": ("Generation, batch 1, greedy; ms a token without the first, median of the runs", bench_generation),
+    "bytes": ("K/V of one decode step, all layers: bytes read and written to store it, bytes allocated", bench_bytes),
+    "bandwidth": ("Memory bandwidth", bench_bandwidth),
+}
+
+
+def print_table(title, rows):
+    """One fixed-width table of equal dicts."""
+    def text(value):
+        return value if isinstance(value, str) else f"{value:d}" if isinstance(value, int) else f"{value:.2f}"
+
+    table = [list(rows[0])] + [[text(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    print(f"\n{title}")
+    for line in table:
+        cells = zip(line, widths, rows[0].values())
+        print("  ".join(cell.ljust(width) if isinstance(v, str) else cell.rjust(width) for cell, width, v in cells))
+
+
+def run_benchmarks(args):
+    """The benchmarks of --only (all without it): a table each, and the files of --json and --plot."""
+    from tqdm import tqdm
+
+    model = load_model(args.model, GPT2, dtype=args.dtype, stand_in="random")
+    models = {name: share_weights(model, variant) for name, variant in VARIANTS.items()}
+    args.config = model.config
+    machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(), "runs": args.runs,
+               "processor": processor_name(), "system": platform.platform(terse=True), "torch": torch.__version__}
+    print("  ".join(f"{key}: {value}" for key, value in machine.items()))
+    results = {"machine": machine}
+    wanted = [args.only] if args.only else list(BENCHMARKS)
+    total = sum({"generation": 12 * args.runs, "bytes": 8, "bandwidth": 2}[name] for name in wanted)
+    with tqdm(total=total, disable=None, leave=False, unit="run") as progress:
+        for name in wanted:
+            title, bench = BENCHMARKS[name]
+            results[name] = bench(models, args, progress)
+            progress.clear()
+            print_table(title, results[name])
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    if args.plot:
+        plot_results(results, args.plot)
+
+
+def processor_name():
+    """The processor as its maker names it; what `platform` knows where /proc is missing."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def plot_results(results, path):
+    """Milliseconds a token, and bytes moved a step, against the number of stored tokens."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    panels = [("generation", "prompt", "ms a token", "Time of one new token", "ms"),
+              ("bytes", "stored", "moved KB a step", "K/V bytes moved to store it", "KB")]
+    panels = [panel for panel in panels if panel[0] in results]
+    if not panels:
+        raise UserError("--plot draws the benchmarks generation and bytes; neither ran")
+    colours = dict(zip(LABELS.values(), ("#9aa0a6", "#e8710a", "#1a73e8")))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False, layout="constrained")
+    for axis, (bench, x, y, title, unit) in zip(axes[0], panels):
+        for label, colour in colours.items():
+            points = sorted((row[x], row[y]) for row in results[bench] if row["variant"] == label)
+            if points:
+                axis.plot(*zip(*points), marker="o", color=colour, label=label)
+        axis.set(title=title, xlabel="tokens before it", ylabel=unit, yscale="log")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=9)
+    machine = results["machine"]
+    figure.supxlabel(f"{machine['model']}, {machine['dtype']}, batch 1, {machine['threads']} threads, "
+                     f"{machine['processor']}", fontsize=8, color="#5f6368")
+    figure.savefig(path, dpi=160)
+    pyplot.close(figure)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Command line
+
+def run_prompt(args):
+    """Streams the continuation of --prompt to the terminal as it comes; a line of figures goes to stderr."""
+    model = load_model(args.model, VARIANTS[args.variant], dtype=args.dtype)
+    names = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    params = SamplingParams(max_tokens=args.tokens, **{name: getattr(args, name) for name in names})
+    request = Request(load_tokenizer().encode_ordinary(args.prompt), params)
+    tokens, marks = generate(model, request), [time.perf_counter()]
+
+    def timed():
+        for token in tokens:
+            marks.append(time.perf_counter())
+            yield token
+
+    sys.stdout.reconfigure(errors="replace")
+    print(args.prompt, end="", flush=True)
+    for text in stream_text(timed()):
+        print(text, end="", flush=True)
+    print()
+    if len(marks) > 2:
+        print(f"[{model.name}: {len(marks) - 1} tokens, first after {1e3 * (marks[1] - marks[0]):.0f} ms, "
+              f"{(len(marks) - 2) / (marks[-1] - marks[1]):.1f} tokens/s, {request.finish_reason}]", file=sys.stderr)
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description="GPT-2 from scratch. Without --prompt: the CPU benchmarks.")
+    add = parser.add_argument
+    add("--model", default="auto", help="gpt2 or another Hugging Face name, a folder, tiny, random, random:gpt2-xl, "
+                                        "auto (gpt2, or a stand-in where it can't be had)")
+    add("--dtype", default="float32", choices=DTYPES)
+    add("--threads", type=int, help="default: torch's choice, the physical cores")
+    add("--tokens", type=int, default=100, help="new tokens (default 100)")
+    add("--runs", type=int, default=3, help="rounds of each measurement (default 3)")
+    add("--only", choices=BENCHMARKS, help="one benchmark")
+    add("--json", metavar="FILE", help="write the results as JSON")
+    add("--plot", metavar="FILE", help="draw the results")
+    add("--prompt", help="generate text after this instead of measuring")
+    add("--variant", default="paged", choices=VARIANTS)
+    add("--temperature", type=float, default=0.8)
+    add("--top-k", type=int, default=0)
+    add("--top-p", type=float, default=0.95)
+    add("--repetition-penalty", type=float, default=1.15)
+    add("--seed", type=int)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    try:
+        check_number("--threads", args.threads, Integral, 1, 1024, optional=True)
+        check_number("--runs", args.runs, Integral, 1, 1000)
+        check_number("--tokens", args.tokens, Integral, 1 if args.prompt is not None else 2, 1024)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        run_benchmarks(args) if args.prompt is None else run_prompt(args)
+    except UserError as err:
+        raise SystemExit(f"engine.py: {err}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
