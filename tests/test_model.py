@@ -1,0 +1,277 @@
+"""Every variant against transformers, then against each other; pages that are short, scattered or shared."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import VARIANTS, fill_with_nan, make_oracle, run_to_end
+
+import engine
+
+CONFIGS = [
+    dict(n_layer=1, n_head=1, n_embd=7),                                       # odd head dim
+    dict(n_layer=2, n_head=3, n_embd=33),
+    dict(n_layer=3, n_head=2, n_embd=26, activation_function="gelu"),
+    dict(n_layer=4, n_head=4, n_embd=64, activation_function="relu"),
+    dict(n_layer=2, n_head=5, n_embd=45, n_inner=51),
+    dict(n_layer=2, n_head=4, n_embd=48, n_inner=1),
+    dict(n_layer=2, n_head=4, n_embd=48, layer_norm_epsilon=1e-1),
+    dict(n_layer=1, n_head=2, n_embd=128, layer_norm_epsilon=1e-12),
+    dict(n_layer=2, n_head=4, n_embd=48, tie_word_embeddings=False),
+    dict(n_layer=3, n_head=3, n_embd=48, scale_attn_by_inverse_layer_idx=True),
+    dict(n_layer=2, n_head=2, n_embd=32, scale_attn_weights=False),
+    dict(n_layer=2, n_head=2, n_embd=32, reorder_and_upcast_attn=True, activation_function="gelu"),
+    dict(n_layer=2, n_head=1, n_embd=80, vocab_size=1000, n_positions=63),
+    dict(n_layer=4, n_head=6, n_embd=66, n_inner=200, activation_function="relu", tie_word_embeddings=False),
+]
+
+
+def logits_in_pieces(model, ids, sizes):
+    """Logits of all positions, the ids given in pieces of these sizes (the last size is repeated)."""
+    kv, out, at = model.new_kv(), [], 0
+    while at < ids.shape[1]:
+        size = sizes[min(len(out), len(sizes) - 1)]
+        piece = ids[:, at:at + size]
+        if isinstance(model, engine.GPT2Paged | engine.GPT2Cached):
+            out.append(model(piece, kv))
+        else:  # without a cache all ids are given again
+            out.append(model(ids[:, :at + size], kv)[:, at:])
+        at += size
+    kv.release()
+    return torch.cat(out, dim=1)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+def test_logits_are_transformers(oracle_folder, config):
+    oracle, folder = oracle_folder(seed=len(str(config)), **config)
+    ids = torch.randint(oracle.config.vocab_size, (2, 61), generator=torch.Generator().manual_seed(1))
+    expected = oracle(ids).logits
+    for variant in VARIANTS:
+        model = fill_with_nan(engine.load_model(str(folder), variant, **pages(variant, 16)))
+        for sizes in ([61], [1], [7], [5, 1, 17, 1]):
+            got = logits_in_pieces(model, ids, sizes)
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0, msg=lambda m: f"{variant} {sizes}: {m}")
+
+
+def pages(variant, page_size, max_pages=64):
+    return dict(page_size=page_size, max_pages=max_pages) if variant is engine.GPT2Paged else {}
+
+
+def test_long_prompts_in_blocks_are_transformers(oracle_folder):
+    """Over QUERY_BLOCK tokens attention goes block by block, also behind what is stored."""
+    oracle, folder = oracle_folder(n_positions=400)
+    ids = torch.randint(97, (1, 391), generator=torch.Generator().manual_seed(1))
+    expected = oracle(ids).logits
+    for variant in VARIANTS:
+        model = fill_with_nan(engine.load_model(str(folder), variant))
+        for sizes in ([391], [128], [129], [100, 257, 34]):
+            torch.testing.assert_close(logits_in_pieces(model, ids, sizes), expected, atol=1e-4, rtol=0)
+
+
+def test_keep_picks_positions(tiny_models):
+    ids = torch.randint(50257, (2, 9))
+    for model in tiny_models.values():
+        whole = model(ids)
+        torch.testing.assert_close(model(ids, keep=slice(-1, None)), whole[:, -1:], atol=1e-4, rtol=0)
+        torch.testing.assert_close(model(ids, keep=torch.tensor([1, 7])), whole[:, [1, 7]], atol=1e-4, rtol=0)
+
+
+def tiny_prompts():
+    """20 prompts of 1 to 200 tokens, real text."""
+    text = ("The old lighthouse keeper counted the ships each evening. Today I went to the market with my "
+            "sister and we bought apples. In my opinion the new library is a gift to the town, because ") * 12
+    ids = engine.load_tokenizer().encode_ordinary(text)
+    lengths = np.linspace(1, 200, 20).astype(int)
+    return [ids[i:i + n] for i, n in enumerate(lengths.tolist())]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_text_of_tiny_is_transformers(tiny_models, tiny_expected, variant):
+    model = fill_with_nan(tiny_models[variant])
+    params = engine.SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for prompt, expected in zip(tiny_prompts(), tiny_expected):
+        assert run_to_end(engine.generate(model, prompt, params)) == (expected, "length")
+
+
+@pytest.fixture(scope="module")
+def tiny_expected():
+    import transformers
+
+    oracle = transformers.GPT2LMHeadModel.from_pretrained(engine.ASSETS / "tiny", dtype=torch.float32).eval()
+    settings = dict(do_sample=False, max_new_tokens=60, pad_token_id=0, eos_token_id=None)
+    return [oracle.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **settings)[0, len(p):].tolist()
+            for p in tiny_prompts()]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_is_as_near_as_transformers(oracle_folder, dtype):
+    """Against float32, our error in 16 bit is at most twice that of transformers in 16 bit."""
+    oracle, folder = oracle_folder(n_layer=3)
+    ids = torch.randint(97, (1, 50), generator=torch.Generator().manual_seed(1))
+    exact = oracle(ids).logits
+    theirs = (oracle.to(engine.DTYPES[dtype])(ids).logits.float() - exact).abs().max()
+    for variant in VARIANTS:
+        model = fill_with_nan(engine.load_model(str(folder), variant, dtype=dtype))
+        for sizes in ([50], [1]):
+            assert (logits_in_pieces(model, ids, sizes) - exact).abs().max() < 2 * theirs
+
+
+# --- pages
+
+def test_scattered_pages_give_the_same_logits():
+    """Pages in no order, so that neither the view nor the slice applies; kernel and twin alike."""
+    model = paged(max_pages=40, page_size=4)
+    ids = torch.randint(97, (1, 60), generator=torch.Generator().manual_seed(1))
+    expected = model(ids)
+    order = random.Random(0).sample(range(40), 40)
+    model.cache.allocate = lambda count, after=None: [order.pop() for _ in range(count)]
+    kv = model.new_kv()
+    got = torch.cat([model(ids[:, :30], kv), model(ids[:, 30:41], kv)]
+                    + [model(ids[:, i:i + 1], kv) for i in range(41, 60)], dim=1)
+    assert len(model.cache.runs(kv.tables[0].pages, 60)) > 10
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def paged(**options):
+    oracle = make_oracle()
+    model = engine.GPT2Paged(engine.GPT2Config(vocab_size=97, n_positions=64, n_embd=48, n_layer=2, n_head=4), **options)
+    state = {k.removeprefix("transformer."): v for k, v in oracle.state_dict().items()}
+    model.load_state_dict({k: v.t() if engine.CONV1D.fullmatch(k) else v for k, v in state.items()})
+    return fill_with_nan(model)
+
+
+def test_rows_of_unequal_lengths_in_one_pass():
+    """Decoding rows and two prompt chunks end to end in one pass equal each sequence alone."""
+    model, draw = paged(page_size=4), torch.Generator().manual_seed(2)
+    sequences = [torch.randint(97, (1, n), generator=draw) for n in (3, 17, 30, 8, 21)]
+    stored = [2, 16, 29, 3, 0]
+    tables = [engine.PageTable(model.cache) for _ in sequences]
+    for ids, n, table in zip(sequences, stored, tables):
+        if n:
+            model(ids[:, :n], engine.PagedKV(model.cache, [table], [n]))
+    counts = [ids.shape[1] - n for ids, n in zip(sequences, stored)]
+    together = torch.cat([ids[:, n:] for ids, n in zip(sequences, stored)], dim=1)
+    got = model(together, engine.PagedKV(model.cache, tables, counts))[0].split(counts)
+    for logits, ids, n in zip(got, sequences, stored):
+        torch.testing.assert_close(logits, model(ids)[0, n:], atol=1e-4, rtol=0)
+
+
+def test_without_numba_the_twins_give_the_same(monkeypatch):
+    model = paged(page_size=4)
+    ids = torch.randint(97, (3, 40), generator=torch.Generator().manual_seed(3))
+    with_kernels = logits_in_pieces(model, ids, [20, 1])
+    assert engine.cpu_kernels() is not None
+    monkeypatch.setattr(engine, "cpu_kernels", lambda: None)
+    torch.testing.assert_close(logits_in_pieces(model, ids, [20, 1]), with_kernels, atol=1e-4, rtol=0)
+    monkeypatch.setattr(engine, "onednn_multiplies", lambda dtype: False)
+    torch.testing.assert_close(logits_in_pieces(model, ids, [20, 1]), with_kernels, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("n_in, n_out, rows", [(1, 1, 1), (3, 65, 1), (768, 7, 2), (63, 1023, 6), (129, 17, 5)])
+def test_product_kernel_against_float64(n_in, n_out, rows):
+    x, w, b = torch.randn(rows, n_in), torch.randn(n_out, n_in), torch.randn(n_out)
+    for bias in (b, None):
+        expected = x.double() @ w.double().t() + (0 if bias is None else bias.double())
+        got = engine.project(x[None], w, bias)[0].double()
+        torch.testing.assert_close(got, expected, atol=1e-5 * n_in ** 0.5, rtol=1e-5)
+    columns = torch.randn(n_in, rows).t()                                     # not contiguous
+    torch.testing.assert_close(engine.project(columns, w), columns @ w.t(), atol=1e-4, rtol=1e-4)
+
+
+def test_attention_kernel_keeps_nan_and_survives_large_scores():
+    model = paged(page_size=4)
+    q = torch.full((1, 4, 1, 12), 1e4)
+    kv = model.new_kv()
+    kv.reserve(1, 1, 64)
+    assert torch.isfinite(kv.attend(0, q, q, q, 1.0)).all()                   # exp of the score alone overflows
+    assert torch.isnan(kv.attend(0, q * float("nan"), q, q, 1.0)).all()
+
+
+def test_decode_allocates_nothing_that_grows(tiny_models):
+    """torch's own account of a decode step: the same at 50 and at 900 stored tokens for pages, not for torch.cat."""
+    def allocated(variant, stored):
+        model = tiny_models[variant]
+        kv = model.new_kv()
+        model(torch.ones(1, stored, dtype=torch.long), kv, keep=slice(-1, None))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            model(torch.ones(1, 1, dtype=torch.long), kv)
+        kv.release()
+        return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+
+    assert allocated(engine.GPT2Paged, 900) <= allocated(engine.GPT2Paged, 50) * 1.01
+    assert allocated(engine.GPT2Cached, 900) > 5 * allocated(engine.GPT2Cached, 50)
+
+
+def test_decode_never_concatenates_or_copies_the_stored(tiny_models, monkeypatch):
+    """Seen operator by operator, with and without the kernel: what a step moves does not depend on the length."""
+    for kernels in (engine.cpu_kernels(), None):
+        monkeypatch.setattr(engine, "cpu_kernels", lambda kernels=kernels: kernels)
+        short, long = (engine.count_bytes(tiny_models[engine.GPT2Paged], n) for n in (50, 900))
+        assert (short.moved, short.allocated) == (long.moved, long.allocated)
+        assert long.moved <= 3 * 2 * 2 * 6 * 192 * 4                           # K and V of one token, 6 layers
+    short, long = (engine.count_bytes(tiny_models[engine.GPT2Cached], n) for n in (50, 900))
+    assert long.moved > 10 * short.moved
+
+
+def test_pages_come_back_and_run_on():
+    model = paged(page_size=4, max_pages=12)
+    kv = model.new_kv()
+    model(torch.ones(1, 9, dtype=torch.long), kv)
+    assert model.cache.free_pages == 9 and kv.tables[0].pages == [0, 1, 2]
+    other = model.new_kv()
+    model(torch.ones(1, 5, dtype=torch.long), other)
+    assert other.tables[0].pages[0] > 4                                        # leaves the first one room to grow
+    for _ in range(8):
+        model(torch.ones(1, 1, dtype=torch.long), kv)
+    assert kv.tables[0].pages == [0, 1, 2, 3, 4]
+    kv.release()
+    other.release()
+    assert model.cache.free_pages == 12
+    kv = model.new_kv()
+    model(torch.ones(1, 9, dtype=torch.long), kv)
+    del kv                                                                     # dropped without release
+    assert model.cache.free_pages == 12
+
+
+def test_a_full_pool_changes_nothing():
+    model = paged(page_size=4, max_pages=5)
+    kv = model.new_kv()
+    ids = torch.randint(97, (2, 10), generator=torch.Generator().manual_seed(4))
+    with pytest.raises(engine.OutOfPages, match="6 pages of 4 tokens are needed, 5 of 5 are free"):
+        model(ids, kv)
+    assert model.cache.free_pages == 5
+    model(ids[:, :8], kv)
+    with pytest.raises(engine.OutOfPages, match="2 pages of 4 tokens are needed, 1 of 5 are free"):
+        model(ids[:, 8:], kv)
+    assert model.cache.free_pages == 1 and kv.length == 8
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_positions_beyond_the_context_are_refused_before_anything_runs(tiny_models, variant):
+    model = tiny_models[variant]
+    kv = model.new_kv()
+    with pytest.raises(engine.UserError, match=r"position 1024 is beyond the model's context of 1024 positions"):
+        model(torch.zeros(1, 1025, dtype=torch.long), kv)
+    if variant is not engine.GPT2:
+        model(torch.zeros(1, 1024, dtype=torch.long), kv, keep=slice(-1, None))
+        with pytest.raises(engine.UserError, match="position 1024 is beyond"):
+            model(torch.zeros(1, 1, dtype=torch.long), kv)
+        assert kv.length == 1024
+    kv.release()
+    with pytest.raises(engine.UserError, match="hold no token"):
+        model(torch.zeros(1, 0, dtype=torch.long))
+
+
+@pytest.mark.parametrize("variant", [engine.GPT2Cached, engine.GPT2Paged])
+def test_another_number_of_rows_is_refused(tiny_models, variant):
+    kv = tiny_models[variant].new_kv()
+    tiny_models[variant](torch.zeros(2, 3, dtype=torch.long), kv)
+    with pytest.raises(engine.UserError, match="rows"):
+        tiny_models[variant](torch.zeros(3, 1, dtype=torch.long), kv)
+
+
+@pytest.mark.parametrize("name, value", [("page_size", 0), ("max_pages", -1), ("page_size", 2.5)])
+def test_pool_sizes_are_checked(name, value):
+    with pytest.raises(engine.UserError, match=f"{name} must be a whole number of at least 1"):
+        engine.PagedKVCache(1, 1, 8, **{name: value})
