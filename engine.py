@@ -698,7 +698,7 @@ def model_folder(name):
     if name == "tiny":
         return ASSETS / "tiny"
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise UserError(f"there is no folder {name!r}, and it is not a Hugging Face name")
@@ -929,24 +929,24 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        tiny, most = math.ulp(0.0), 2**63 - 1
-        check_number("temperature", self.temperature, Real, 0, math.inf)
-        check_number("top_k", self.top_k, Integral, -1, most)
-        check_number("top_p", self.top_p, Real, tiny, 1)
+        check_number("temperature", self.temperature, Real, 0)
+        check_number("top_k", self.top_k, Integral, -1)
+        check_number("top_p", self.top_p, Real, ABOVE_0, 1)
         check_number("min_p", self.min_p, Real, 0, 1)
-        check_number("repetition_penalty", self.repetition_penalty, Real, tiny, math.inf)
+        check_number("repetition_penalty", self.repetition_penalty, Real, ABOVE_0)
         check_number("presence_penalty", self.presence_penalty, Real, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, Real, -2, 2)
-        check_number("seed", self.seed, Integral, -2**63, most, optional=True)
-        check_number("max_tokens", self.max_tokens, Integral, 0, most, optional=True)
-        check_number("min_tokens", self.min_tokens, Integral, 0, most if self.max_tokens is None else self.max_tokens)
+        check_number("seed", self.seed, Integral, -2**63, 2**63 - 1, optional=True)
+        check_number("max_tokens", self.max_tokens, Integral, 0, optional=True)
+        longest = math.inf if self.max_tokens is None else self.max_tokens
+        check_number("min_tokens", self.min_tokens, Integral, 0, longest)
         check_number("logprobs", self.logprobs, Integral, 0, 20, optional=True)
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         if not isinstance(self.logit_bias, dict | None):
             raise UserError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
         for token, bias in (self.logit_bias or {}).items():
-            check_number("logit_bias token id", token, Integral, 0, most)
+            check_number("logit_bias token id", token, Integral, 0)
             check_number(f"logit_bias of token {token}", bias, Real, -100, 100)
 
     @property
@@ -958,15 +958,20 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-def check_number(name, value, kind, low, high, optional=False):
+ABOVE_0 = math.ulp(0.0)
+
+
+def check_number(name, value, kind, low, high=math.inf, optional=False):
     """Raises UserError unless value is a finite number of that kind from low to high (or None where optional)."""
     if value is None and optional:
         return
-    good = isinstance(value, kind) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or not low <= value <= high:
+    try:
+        good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high and math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        good = False
+    if not good:
         what = "a whole number" if kind is Integral else "a finite number"
-        bounds = f"from {low}" if low != math.ulp(0.0) else "above 0"
-        bounds += f" to {high}" if high not in (math.inf, 2**63 - 1) else ""
+        bounds = ("above 0" if low == ABOVE_0 else f"from {low}") + ("" if high == math.inf else f" to {high}")
         raise UserError(f"{name} must be {what} {bounds}, not {value!r}")
 
 
@@ -1036,9 +1041,9 @@ def process_logits(logits, requests, eos_token_id):
         logits[i, eos_token_id] = -math.inf
     if penalised:
         flat = logits.view(-1)                                       # row i's token t is at i * V + t
-        settings = logits.new_tensor([[r.params.repetition_penalty, r.params.frequency_penalty,
-                                       r.params.presence_penalty] for r in requests])
-        repetition, frequency, presence = settings.T
+        repetition, frequency, presence = logits.new_tensor(
+            [[r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty] for r in requests],
+            dtype=torch.float64).T
 
         def seen(tokens_of):
             ids = [i * V + token for i, r in penalised for token in tokens_of(r)]
@@ -1046,10 +1051,12 @@ def process_logits(logits, requests, eos_token_id):
             return at, at // V, count
 
         at, row, _ = seen(lambda r: r.prompt_ids + r.output_ids)
-        value, penalty = flat[at], repetition[row]
-        flat[at] = torch.where(value > 0, value / penalty, value * penalty)
+        value, penalty = flat[at].double(), repetition[row]
+        value = torch.where(value > 0, value / penalty, value * penalty)
+        lowest = torch.finfo(torch.float32).min                      # finite: a row of -inf alone has no softmax
+        flat[at] = value.clamp(min=lowest, max=-lowest).float()
         at, row, count = seen(lambda r: r.output_ids)
-        flat[at] -= frequency[row] * count + presence[row]
+        flat[at] -= (frequency[row] * count + presence[row]).float()
     return logits
 
 
@@ -1079,7 +1086,7 @@ def draw(probs, uniforms):
     """One token a row from probs (B, V), not normalised: the first whose cumulative sum exceeds uniform * total."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     target = cumulative.new_tensor(uniforms)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def token_logprobs(logits, tokens, params):
@@ -1190,7 +1197,7 @@ def time_generation(model, prompt, tokens):
 def bench_generation(models, args, progress):
     """First token and decode of each variant after prompts of several lengths, in interleaved rounds."""
     sentence = load_tokenizer().encode_ordinary(SENTENCE)
-    prompts = [sentence] + [random_prompt(n, args.config.vocab_size) for n in (16, 512, 900)]
+    prompts = [sentence] + [random_prompt(n, models["paged"].config.vocab_size) for n in (16, 512, 900)]
     rows = []
     for prompt in prompts:
         same, difference = outputs_match(models, prompt)
@@ -1323,7 +1330,6 @@ def run_benchmarks(args):
 
     model = load_model(args.model, GPT2, dtype=args.dtype, stand_in="random")
     models = {name: share_weights(model, variant) for name, variant in VARIANTS.items()}
-    args.config = model.config
     machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(), "runs": args.runs,
                "processor": processor_name(), "system": platform.platform(terse=True), "torch": torch.__version__}
     print("  ".join(f"{key}: {value}" for key, value in machine.items()))
