@@ -394,13 +394,10 @@ class PagedKVCache:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.is_free = np.ones(max_pages, dtype=bool)
+        self.has_kernel = self.k.is_cpu and dtype == torch.float32 and cpu_kernels() is not None
         self.hidden = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=device).triu(1)
         # Scores of one query over the whole pool; more queries grow it once, so a decode step allocates nothing.
         self.scratch = torch.empty(n_heads * shape[2], dtype=dtype, device=device)
-
-    @property
-    def has_kernel(self):
-        return self.k.is_cpu and self.k.dtype == torch.float32 and cpu_kernels() is not None
 
     @property
     def free_pages(self):
@@ -531,7 +528,7 @@ class PagedKV:
     """
 
     def __init__(self, cache, tables=None, counts=None):
-        self.cache, self.tables, self.counts = cache, tables, counts
+        self.cache, self.tables, self.counts, self.use_kernel = cache, tables, counts, cache.has_kernel
 
     @property
     def length(self):
@@ -558,7 +555,7 @@ class PagedKV:
         positions = [torch.arange(length, length + count) for length, count in zip(lengths, self.new)]
         # The leading rows of one new token each go to the kernel, together; the others row by row.
         self.single = 0
-        if self.cache.has_kernel:
+        if self.use_kernel:
             self.single = next((i for i, count in enumerate(self.new) if count > 1), len(self.new))
             pages = [table.pages for table in self.tables[:self.single]]
             self.single_pages = np.zeros((self.single, max(map(len, pages), default=0)), np.int64)
@@ -1251,8 +1248,13 @@ class ByteCounter(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def count_bytes(model, stored):
-    """Bytes that one decode step moves and allocates to store and attend, with `stored` tokens before it."""
+    """Bytes that one decode step moves and allocates to store and attend, with `stored` tokens before it.
+
+    Counted on the kernel's plain twin, which stores the same bytes by operators that can be seen.
+    """
     kv = model.new_kv()
+    if isinstance(kv, PagedKV):
+        kv.use_kernel = False
     model(torch.tensor([random_prompt(stored, model.config.vocab_size)]), kv, keep=slice(-1, None))
     counter, attend = ByteCounter(), kv.attend
 

@@ -163,6 +163,8 @@ def test_without_numba_the_twins_give_the_same(monkeypatch):
     with_kernels = logits_in_pieces(model, ids, [20, 1])
     assert engine.cpu_kernels() is not None
     monkeypatch.setattr(engine, "cpu_kernels", lambda: None)
+    model = paged(page_size=4)
+    assert not model.cache.has_kernel
     torch.testing.assert_close(logits_in_pieces(model, ids, [20, 1]), with_kernels, atol=1e-4, rtol=0)
     monkeypatch.setattr(engine, "onednn_multiplies", lambda dtype: False)
     torch.testing.assert_close(logits_in_pieces(model, ids, [20, 1]), with_kernels, atol=1e-4, rtol=0)
@@ -203,13 +205,12 @@ def test_decode_allocates_nothing_that_grows(tiny_models):
     assert allocated(engine.GPT2Cached, 900) > 5 * allocated(engine.GPT2Cached, 50)
 
 
-def test_decode_never_concatenates_or_copies_the_stored(tiny_models, monkeypatch):
-    """Seen operator by operator, with and without the kernel: what a step moves does not depend on the length."""
-    for kernels in (engine.cpu_kernels(), None):
-        monkeypatch.setattr(engine, "cpu_kernels", lambda kernels=kernels: kernels)
-        short, long = (engine.count_bytes(tiny_models[engine.GPT2Paged], n) for n in (50, 900))
-        assert (short.moved, short.allocated) == (long.moved, long.allocated)
-        assert long.moved <= 3 * 2 * 2 * 6 * 192 * 4                           # K and V of one token, 6 layers
+def test_decode_never_concatenates_or_copies_the_stored(tiny_models):
+    """Seen operator by operator: what a step moves and allocates does not depend on the length."""
+    short, long = (engine.count_bytes(tiny_models[engine.GPT2Paged], n) for n in (50, 900))
+    assert (short.moved, short.allocated) == (long.moved, long.allocated)
+    stored = 2 * 6 * 192 * 4                                                   # K and V of one token, 6 layers
+    assert 2 * stored <= long.moved <= 4 * stored                              # read and written, and the output once
     short, long = (engine.count_bytes(tiny_models[engine.GPT2Cached], n) for n in (50, 900))
     assert long.moved > 10 * short.moved
 
