@@ -1366,8 +1366,8 @@ def plot_results(results, path):
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    panels = [("generation", "prompt", "ms a token", "Time of one new token", "ms"),
-              ("bytes", "stored", "moved KB a step", "K/V bytes moved to store it", "KB")]
+    panels = [("generation", lambda row: row["prompt"] + row["new"] / 2, "ms a token", "Time of one new token", "ms"),
+              ("bytes", lambda row: row["stored"], "moved KB a step", "K/V bytes moved to store it", "KB")]
     panels = [panel for panel in panels if panel[0] in results]
     if not panels:
         raise UserError("--plot draws the benchmarks generation and bytes; neither ran")
@@ -1375,10 +1375,11 @@ def plot_results(results, path):
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False, layout="constrained")
     for axis, (bench, x, y, title, unit) in zip(axes[0], panels):
         for label, colour in colours.items():
-            points = sorted((row[x], row[y]) for row in results[bench] if row["variant"] == label)
+            points = sorted((x(row), row[y]) for row in results[bench] if row["variant"] == label)
             if points:
                 axis.plot(*zip(*points), marker="o", color=colour, label=label)
         axis.set(title=title, xlabel="tokens before it", ylabel=unit, yscale="log")
+        axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=9)
