@@ -4,8 +4,9 @@
     python engine.py --prompt "The meaning of life is" --model tiny
 
 Every variant runs the same blocks; they differ only in where keys and values live. That place is an
-object handed to `forward`, with five verbs: `length` (how much is stored), `reserve` (make room for
-the new tokens, before anything runs), `attend` (store and attend, for one layer), `advance`, `release`.
+object handed to `forward`, with a few verbs: `length` (how much is stored), `reserve` (make room for
+the new tokens, before anything runs), `attend` (store and attend, for one layer), `advance`, `truncate`
+(forget the last tokens), `release`.
 
 Shapes are written in one alphabet:
     B batch   T new tokens   S stored + new tokens   V vocabulary   L layers
@@ -15,11 +16,15 @@ Shapes are written in one alphabet:
 import argparse
 import base64
 import codecs
+import collections
 import contextlib
+import copy
 import functools
+import itertools
 import json
 import math
 import platform
+import queue
 import re
 import secrets
 import statistics
@@ -27,7 +32,7 @@ import sys
 import threading
 import time
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,12 +184,12 @@ def project(x, weight, bias=None):
     The only place that multiplies by a weight matrix. On a CPU few rows go to our kernel, more to oneDNN,
     which is faster than the BLAS behind F.linear.
     """
-    rows = x.numel() // x.shape[-1]
+    n_out, n_in = weight.shape
+    rows = x.numel() // n_in
     if x.is_cpu and x.dtype == torch.float32 and rows <= FEW_ROWS and (kernels := cpu_kernels()):
-        out = torch.empty(*x.shape[:-1], weight.shape[0])
-        kernels.multiply(x.reshape(rows, -1).contiguous(), weight, NO_BIAS if bias is None else bias,
-                         out.view(rows, -1))
-        return out
+        out = torch.empty(rows, n_out)
+        kernels.multiply(x.reshape(rows, n_in).contiguous(), weight, NO_BIAS if bias is None else bias, out)
+        return out.view(*x.shape[:-1], n_out)
     if x.is_cpu and onednn_multiplies(x.dtype):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
@@ -336,6 +341,9 @@ class Recompute:
     def advance(self):
         """The new tokens have passed all layers: count them as stored."""
 
+    def truncate(self, length):
+        """Forget the tokens after the first `length`."""
+
     def release(self):
         """Give back what was stored."""
 
@@ -364,6 +372,9 @@ class GrowingKV:
 
     def advance(self):
         self.length += self.new
+
+    def truncate(self, length):
+        self.length = min(self.length, length)
 
     def release(self):
         self.layers, self.length = [None] * len(self.layers), 0
@@ -394,6 +405,13 @@ class PagedKVCache:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.is_free = np.ones(max_pages, dtype=bool)
+        self.references = np.zeros(max_pages, dtype=np.int64)        # how many page tables hold the page
+        # The prefix cache: full pages by what they hold. A key is (number of the page before it, its tokens),
+        # so a page is found only behind the very tokens it was computed after, compared one by one.
+        self.known = {}                                              # key -> (page, number)
+        self.key_of = {}                                             # page -> key
+        self.unused = {}                                             # known pages that no table holds, oldest first
+        self.numbers = itertools.count(1)                            # never used twice: an evicted page's is no parent
         self.has_kernel = self.k.is_cpu and dtype == torch.float32 and cpu_kernels() is not None
         self.hidden = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=device).triu(1)
         # Scores of one query over the whole pool; more queries grow it once, so a decode step allocates nothing.
@@ -401,30 +419,46 @@ class PagedKVCache:
 
     @property
     def free_pages(self):
+        """Pages that hold nothing."""
         return int(self.is_free.sum())
 
+    @property
+    def cached_pages(self):
+        """Pages that no sequence holds, kept since a prompt may begin with them; taken when they are needed."""
+        return len(self.unused)
+
+    @property
+    def used_pages(self):
+        return self.max_pages - self.free_pages - self.cached_pages
+
     def check_free(self, count):
-        """Raises OutOfPages where fewer than `count` pages are free."""
-        if count > self.free_pages:
+        """Raises OutOfPages where fewer than `count` pages can be had."""
+        if count > self.free_pages + self.cached_pages:
             raise OutOfPages(f"{count} pages of {self.page_size} tokens are needed, "
-                             f"{self.free_pages} of {self.max_pages} are free")
+                             f"{self.free_pages + self.cached_pages} of {self.max_pages} are free")
 
     def allocate(self, count, after=None):
-        """Take `count` free pages -> their ids, continuing behind page `after` where that is free.
+        """Take `count` pages -> their ids, continuing behind page `after` where that is free.
 
         Long runs of neighbouring pages are read as one view, so a new run starts in the middle of the
         longest free stretch: whoever writes just before it keeps room to grow. Raises OutOfPages.
         """
         self.check_free(count)
+        for page in list(itertools.islice(self.unused, max(0, count - self.free_pages))):  # least recently used
+            self._forget(page)
         pages = []
         for _ in range(count):
             page = self.max_pages if after is None else after + 1
             if page >= self.max_pages or not self.is_free[page]:
                 page = self._start_of_run(count - len(pages))
-            self.is_free[page] = False
+            self.is_free[page], self.references[page] = False, 1
             pages.append(page)
             after = page
         return pages
+
+    def _forget(self, page):
+        del self.known[self.key_of.pop(page)], self.unused[page]
+        self.is_free[page] = True
 
     def _start_of_run(self, count):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], self.is_free, [0]))))     # starts and ends in turn
@@ -433,9 +467,20 @@ class PagedKVCache:
         start, end = int(starts[widest]), int(ends[widest])
         return start if start == 0 else max(start, min((start + end) // 2, end - count))
 
+    def hold(self, page):
+        """One more table holds a page that is stored already."""
+        self.references[page] += 1
+        self.unused.pop(page, None)
+
     def free(self, pages):
-        """Give pages back to the pool."""
-        self.is_free[pages] = True
+        """One table gives its pages back. The last of them are forgotten first: a prefix outlives what follows it."""
+        for page in reversed(pages):
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                if page in self.key_of:
+                    self.unused[page] = None
+                else:
+                    self.is_free[page] = True
 
     def runs(self, pages, length):
         """The slots of the first `length` tokens, as (first slot, count) of each contiguous piece."""
@@ -503,6 +548,7 @@ class PageTable:
 
     def __init__(self, cache):
         self.cache, self.pages, self.length = cache, [], 0
+        self.parent = self.known_pages = 0                           # how far the prefix cache knows this sequence
 
     def missing(self, count):
         """How many more pages `count` more tokens need."""
@@ -513,9 +559,43 @@ class PageTable:
         if more := self.missing(count):
             self.pages += self.cache.allocate(more, after=self.pages[-1] if self.pages else None)
 
+    def share(self, pages):
+        """Begin with full pages that another table holds or held."""
+        for page in pages:
+            self.cache.hold(page)
+        self.pages, self.length = list(pages), len(pages) * self.cache.page_size
+
+    def match(self, ids):
+        """Begin with the longest run of known full pages that hold the first of `ids`."""
+        found, self.parent, size = [], 0, self.cache.page_size
+        for at in range(0, len(ids) - size + 1, size):
+            page, number = self.cache.known.get((self.parent, tuple(ids[at:at + size])), (None, None))
+            if page is None:
+                break
+            found.append(page)
+            self.parent = number
+        self.known_pages = len(found)
+        self.share(found)
+
+    def remember(self, ids):
+        """Make full pages known, so that others who begin with the same ids find them. ids: of this sequence."""
+        cache, size = self.cache, self.cache.page_size
+        for n in range(self.known_pages, self.length // size):
+            key = self.parent, tuple(ids[n * size:(n + 1) * size])
+            if key not in cache.known and self.pages[n] not in cache.key_of:
+                cache.known[key] = self.pages[n], next(cache.numbers)
+                cache.key_of[self.pages[n]] = key
+            if key not in cache.known:  # the page is known behind a page since forgotten; so is what follows it
+                break
+            self.parent, self.known_pages = cache.known[key][1], n + 1
+
+    def truncate(self, length):
+        """Forget the tokens after the first `length`; their pages stay, for what comes instead."""
+        self.length = min(self.length, length)
+
     def release(self):
         self.cache.free(self.pages)
-        self.pages, self.length = [], 0
+        self.pages, self.length, self.parent, self.known_pages = [], 0, 0, 0
 
     __del__ = release
 
@@ -591,6 +671,10 @@ class PagedKV:
         for table, count in zip(self.tables, self.new):
             table.length += count
 
+    def truncate(self, length):
+        for table in self.tables or ():
+            table.truncate(length)
+
     def release(self):
         for table in self.tables or ():
             table.release()
@@ -610,8 +694,9 @@ class GPT2Paged(GPT2):
         return PagedKVCache(c.n_layer, c.n_head, c.head_dim, self.page_size, self.max_pages,
                             weight.dtype, weight.device)
 
-    def new_kv(self):
-        return PagedKV(self.cache)
+    def new_kv(self, tables=None, counts=None):
+        """A place for new sequences, or for those of `tables`, which bring `counts` new tokens each; see PagedKV."""
+        return PagedKV(self.cache, tables, counts)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -882,12 +967,54 @@ def load_tokenizer():
     return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
 
 
-def stream_text(tokens):
-    """Yields the text of token ids as they come. Bytes are held until they make whole characters."""
-    encoding, decoder = load_tokenizer(), codecs.getincrementaldecoder("utf-8")("replace")
+class TextStream:
+    """Turns token ids into text as they come, and ends it before a stop string.
+
+    Bytes are held until they make whole characters, and text while it might still become a stop string. The
+    pieces put together depend on the ids alone. The match that is complete first ends the text; `stopped` says so.
+    """
+
+    def __init__(self, stop=(), min_tokens=0):
+        self.stop, self.to_ignore, self.held, self.stopped = stop, min_tokens, "", False
+        self.encoding, self.decoder = load_tokenizer(), codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token):
+        """The text that one more token makes certain."""
+        if token == self.encoding.eot_token:
+            data = b""  # a mark, not text
+        elif token < self.encoding.n_vocab:
+            data = self.encoding.decode_single_token_bytes(token)
+        else:
+            data = "\ufffd".encode()  # a larger vocabulary than the tokenizer's
+        self.to_ignore -= 1
+        return self._certain(self.decoder.decode(data), self.stop if self.to_ignore <= 0 else ())
+
+    def finish(self):
+        """What was held back, when no more tokens come."""
+        return "" if self.stopped else self._certain(self.decoder.decode(b"", final=True), self.stop, last=True)
+
+    def _certain(self, text, stop, last=False):
+        text = self.held + text
+        matches = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
+        if matches:
+            self.stopped, self.held = True, ""
+            return text[:min(matches)[1]]
+        hold = 0
+        if not last and stop:
+            longest = min(len(text), max(map(len, stop)) - 1)
+            hold = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
+        self.held = text[len(text) - hold:]
+        return text[:len(text) - hold]
+
+
+def stream_text(tokens, stop=(), min_tokens=0):
+    """Yields the text of token ids as they come; see TextStream."""
+    stream = TextStream(stop, min_tokens)
     for token in tokens:
-        yield decoder.decode(encoding.decode_single_token_bytes(token))
-    yield decoder.decode(b"", final=True)
+        yield stream.feed(token)
+        if stream.stopped:
+            return
+    yield stream.finish()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -908,6 +1035,7 @@ class SamplingParams:
     seed                the request's own random stream: the same seed gives the same text whatever else runs
     max_tokens          most tokens to generate; None is all that the context holds. min_tokens: no end before
     ignore_eos          the end-of-text token does not end the text
+    stop                a string or several: the text ends before the first of them
     logprobs            0 to 20: log probabilities of the chosen token and of that many most likely ones
     """
 
@@ -923,6 +1051,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
+    stop: str | tuple = ()
     logprobs: int | None = None
 
     def __post_init__(self):
@@ -940,6 +1069,10 @@ class SamplingParams:
         check_number("logprobs", self.logprobs, Integral, 0, 20, optional=True)
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, tuple | list) or not all(isinstance(s, str) and s for s in stop):
+            raise UserError(f"stop must be a string or strings of at least 1 character, not {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
         if not isinstance(self.logit_bias, dict | None):
             raise UserError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
         for token, bias in (self.logit_bias or {}).items():
@@ -975,20 +1108,63 @@ def check_number(name, value, kind, low, high=math.inf, optional=False):
 class Request:
     """One prompt on its way to a text.
 
-    output_ids, logprobs (a TokenLogprobs each, where asked for) and finish_reason ("stop" at the end of text,
-    "length" at max_tokens or at the context's end) are filled in as it runs.
+    output_queue        token ids as they come, then None (when a scheduler runs it)
+    output_ids          all of them; logprobs: a TokenLogprobs each, where asked for
+    finish_reason       "stop" (end of text, stop string), "length" (max_tokens, context), "abort", "error"; see `error`
+    arrival_time, scheduled_time, token_times, finish_time     seconds of time.monotonic(); None until then
+    cached_tokens       prompt tokens whose keys and values were found in the prefix cache
+    leader              another request with the same prompt, whose prompt pages this one shares
     """
 
-    def __init__(self, prompt_ids, params=None):
-        self.prompt_ids, self.params = list(prompt_ids), params or SamplingParams()
-        self.output_ids, self.logprobs, self.finish_reason = [], [], None
+    def __init__(self, prompt_ids, params=None, leader=None):
+        self.prompt_ids, self.params, self.leader = list(prompt_ids), params or SamplingParams(), leader
+        self.output_ids, self.logprobs, self.finish_reason, self.error = [], [], None, None
         seed = secrets.randbits(63) if self.params.seed is None else int(self.params.seed)
         self.key = seed % 2**64
+        self.text = TextStream(self.params.stop, self.params.min_tokens) if self.params.stop else None
+        self.output_queue = queue.SimpleQueue()
+        self.arrival_time = self.scheduled_time = self.finish_time = None
+        self.token_times, self.cached_tokens, self.preemptions = [], 0, 0
+        self.table, self.cancelled = None, False
+
+    @classmethod
+    def samples(cls, prompt_ids, params, n):
+        """n requests for one prompt. Each has its own random stream: seed, seed + 1, ..."""
+        seeds = [None if params.seed is None else (params.seed + i + 2**63) % 2**64 - 2**63 for i in range(n)]
+        first = cls(prompt_ids, replace(params, seed=seeds[0]))
+        return [first] + [cls(prompt_ids, replace(params, seed=seed), leader=first) for seed in seeds[1:]]
+
+    @property
+    def ids(self):
+        return self.prompt_ids + self.output_ids
 
     def uniform(self):
         """The random number of the next token, in [0, 1): a function of seed and output length alone."""
         bits = np.random.Philox(key=self.key, counter=len(self.output_ids)).random_raw()
         return (int(bits) >> 16) / 2**48
+
+    def checks(self, guesses):
+        """This request as it is, and as it will be after each guess: a row for `sample` each."""
+        rows = [self]
+        for n in range(1, len(guesses) + 1):
+            rows.append(copy.copy(self))
+            rows[-1].output_ids = self.output_ids + guesses[:n]
+        return rows
+
+    def accept(self, token, logprobs, config):
+        """Take the next token. -> whether it is part of the output; sets finish_reason where it is the last."""
+        if token == config.eos_token_id and not self.params.ignore_eos:
+            self.finish_reason = "stop"
+            return False
+        self.output_ids.append(token)
+        self.logprobs += [logprobs] * (logprobs is not None)
+        if self.text:
+            self.text.feed(token)
+        if self.text and self.text.stopped:
+            self.finish_reason = "stop"
+        elif len(self.output_ids) >= output_limit(self, config):
+            self.finish_reason = "length"
+        return True
 
 
 @dataclass(frozen=True)
@@ -1100,11 +1276,12 @@ def token_logprobs(logits, tokens, params):
 # ---------------------------------------------------------------------------------------------------
 # Generation: one loop for every variant.
 
-def generate(model, prompt, params=None):
+def generate(model, prompt, params=None, draft=None):
     """Yields token ids as they come; the generator's return value is the finish reason.
 
-    prompt: token ids, or a Request, which is then filled in as it runs. The end-of-text token ends the text
-    with reason "stop" and is not yielded.
+    prompt: token ids, or a Request, which is then filled in as it runs. draft: a Speculator, or a small model that
+    guesses ahead (see Speculator). The end-of-text token ends the text with reason "stop" and is not yielded; a
+    stop string ends it too, and the tokens that spell it are yielded.
 
     The context rule: a token needs a position when it is fed to the model, and the last one generated is never
     fed. So a prompt may have 1 to n_positions tokens, and prompt + output reach n_positions + 1 at most. A
@@ -1113,7 +1290,11 @@ def generate(model, prompt, params=None):
     """
     request = prompt if isinstance(prompt, Request) else Request(prompt, params)
     check_request(request, model.config)
-    return run_request(model, request)
+    if draft is not None and not isinstance(draft, Speculator):
+        draft = Speculator(draft)
+    if draft:
+        draft.check(model)
+    return run_request(model, request, draft)
 
 
 def check_request(request, config):
@@ -1133,24 +1314,340 @@ def output_limit(request, config):
     return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
 
 
-def run_request(model, request):
-    kv, eos, limit = model.new_kv(), model.config.eos_token_id, output_limit(request, model.config)
-    try:
-        while len(request.output_ids) < limit:
-            # Feed what is not stored yet: without a cache that is everything, with one the last token.
-            ids = (request.prompt_ids + request.output_ids)[kv.length:]
-            logits = model(torch.tensor([ids]).to(model.wte.weight.device), kv, keep=slice(-1, None))
-            (token,), (logprobs,) = sample(logits[:, -1], [request], eos)
-            if token == eos and not request.params.ignore_eos:
-                request.finish_reason = "stop"
-                return "stop"
-            request.output_ids.append(token)
-            request.logprobs += [logprobs] * (logprobs is not None)
-            yield token
+def run_request(model, request, draft=None):
+    kv, device = model.new_kv(), model.wte.weight.device
+    if output_limit(request, model.config) == 0:
         request.finish_reason = "length"
-        return "length"
+    try:
+        while not request.finish_reason:
+            guesses = draft.guess(request, model.config) if draft else []
+            # Feed what is not stored yet: without a cache that is everything, with one the last token.
+            ids = torch.tensor([request.ids[kv.length:] + guesses]).to(device)
+            logits = model(ids, kv, keep=slice(-1 - len(guesses), None))[0]
+            sampled = sample(logits, request.checks(guesses), model.config.eos_token_id)
+            yield from take_tokens(request, *sampled, guesses, model.config, draft)
+            kv.truncate(len(request.ids) - 1)
+        return request.finish_reason
     finally:
         kv.release()
+
+
+def take_tokens(request, tokens, logprobs, guesses, config, draft=None):
+    """Takes what was sampled after the last token and after each guess -> the ids that are output.
+
+    Guesses are right as long as they are what is sampled; the first that is not is replaced, the rest forgotten.
+    """
+    made = []
+    for n, token in enumerate(tokens):
+        if request.accept(token, logprobs[n], config):
+            made.append(token)
+        if request.finish_reason or n == len(guesses) or token != guesses[n]:
+            break
+    if draft:
+        draft.proposed, draft.accepted = draft.proposed + len(guesses), draft.accepted + n
+    return made
+
+
+class Speculator:
+    """Speculative decoding: a small model guesses the next tokens, the target checks them all in one pass.
+
+    The target reads its weights once for all of them, so each right guess saves it a pass. Guess and check draw
+    with the same random number, so the text is exactly the text without speculation, at any temperature, and
+    its distribution the target's. `acceptance` is the share of guesses that were right. Serves one request at a
+    time. Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; there the
+    guess is accepted with probability min(1, p/q), which is right more often but makes another text.
+    """
+
+    def __init__(self, model, tokens=4):
+        check_number("draft tokens", tokens, Integral, 1, 64)
+        self.model, self.tokens, self.request, self.kv = model, tokens, None, model.new_kv()
+        self.proposed = self.accepted = 0
+
+    @property
+    def acceptance(self):
+        return self.accepted / max(1, self.proposed)
+
+    def check(self, target):
+        """Raises UserError unless the draft model has the target's vocabulary."""
+        ours, theirs = self.model.config.vocab_size, target.config.vocab_size
+        if ours != theirs:
+            raise UserError(f"the draft model has a vocabulary of {ours} tokens, the target of {theirs}")
+
+    def guess(self, request, config):
+        """Up to `tokens` next tokens of the request, fewer where it would end before."""
+        if request is not self.request:
+            self.kv.release()
+            self.request, self.kv = request, self.model.new_kv()
+        self.kv.truncate(len(request.ids) - 1)
+        room = min(output_limit(request, config) - len(request.output_ids) - 1,
+                   self.model.config.n_positions - len(request.ids))
+        guesses, device = [], self.model.wte.weight.device
+        for _ in range(min(self.tokens, room)):
+            ids = torch.tensor([(request.ids + guesses)[self.kv.length:]]).to(device)
+            logits = self.model(ids, self.kv, keep=slice(-1, None))[:, -1]
+            guesses += sample(logits, request.checks(guesses)[-1:], config.eos_token_id)[0]
+        return guesses
+
+
+# ---------------------------------------------------------------------------------------------------
+# Continuous batching: many requests, one forward pass a step.
+
+class QueueFull(UserError):
+    """Too many requests are waiting; this one was not taken, and may be sent again later."""
+
+
+class ContinuousBatchingScheduler:
+    """Runs many requests at once over the pages of one model. `step` is the engine; the thread only calls it.
+
+    Each step admits waiting requests to free slots (first come, first served, as pages allow), then runs ONE
+    forward pass for all: one token of every decoding request, and a chunk of at most `prefill_chunk` prompt tokens,
+    so that a long prompt never stalls the others. When pages run out the youngest request gives its up and is
+    computed again later; nothing is emitted twice. A result does not depend on what else runs.
+    Sources: Yu et al. 2022 (Orca), Kwon et al. 2023 (vLLM), Agrawal et al. 2024 (Sarathi, chunked prefill).
+
+    model: a GPT2Paged or any model with its `cache` and `new_kv(tables, counts)`.
+    prefix_cache: keep full pages and find them again for prompts that begin alike.
+    draft: a Speculator, used while a single request is running.
+    """
+
+    def __init__(self, model, max_batch_size=8, max_waiting=1024, prefill_chunk=64, prefix_cache=True, draft=None):
+        check_number("max_batch_size", max_batch_size, Integral, 1)
+        check_number("max_waiting", max_waiting, Integral, 1)
+        check_number("prefill_chunk", prefill_chunk, Integral, 1)
+        if draft:
+            draft.check(model)
+        self.model, self.cache, self.draft, self.prefix_cache = model, model.cache, draft, prefix_cache
+        self.max_waiting, self.prefill_chunk = max_waiting, prefill_chunk
+        self.waiting, self.slots = collections.deque(), [None] * max_batch_size
+        self.changed, self.thread, self.stopping = threading.Condition(), None, False
+        self.counts = collections.Counter()                          # since the start; see `stats`
+
+    # --- what clients call, from any thread
+
+    def submit(self, *requests):
+        """Queue requests, all or none. Raises QueueFull, or UserError for one that can never run."""
+        for request in requests:
+            check_request(request, self.model.config)
+            self._check_fit(request)
+        with self.changed:
+            if self.stopping:
+                raise UserError("the scheduler was stopped and takes no more requests")
+            if len(self.waiting) + len(requests) > self.max_waiting:
+                raise QueueFull(f"{len(self.waiting)} requests are waiting; the queue holds {self.max_waiting}")
+            for request in requests:
+                if request.arrival_time is not None:
+                    raise UserError("the request was submitted before; make a new one")
+                request.arrival_time, request.number = time.monotonic(), self.counts["requests"]
+                self.counts["requests"] += 1
+                if output_limit(request, self.model.config):
+                    self.waiting.append(request)
+                else:
+                    self._finish(request, "length")
+            self.changed.notify_all()
+
+    def _check_fit(self, request):
+        tokens = len(request.prompt_ids) + max(0, output_limit(request, self.model.config) - 1)
+        room = self.cache.max_pages * self.cache.page_size
+        if tokens > room:
+            raise UserError(f"prompt and output need room for {tokens} tokens; the pool has room for {room} "
+                            f"({self.cache.max_pages} pages of {self.cache.page_size})")
+
+    def cancel(self, request):
+        """End a request with reason "abort" wherever it is; its pages are free after the step that is running."""
+        with self.changed:
+            request.cancelled = True
+            if request in self.waiting:
+                self.waiting.remove(request)
+                self._finish(request, "abort")
+            self.changed.notify_all()
+
+    def start(self):
+        """Run steps in a thread whenever there is work."""
+        with self.changed:
+            if self.thread is None:
+                self.stopping = False
+                self.thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
+                self.thread.start()
+
+    def stop(self):
+        """End the thread after the step that is running, and every open request with reason "abort"."""
+        with self.changed:
+            self.stopping, thread = True, self.thread
+            self.changed.notify_all()
+        if thread:
+            thread.join()
+        with self.changed:
+            self.thread = None
+            for request in [*self.running, *self.waiting]:
+                self._finish(request, "abort")
+            self.waiting.clear()
+
+    @property
+    def running(self):
+        """The requests that hold a slot, in order of arrival."""
+        return sorted(filter(None, self.slots), key=lambda request: request.number)
+
+    def stats(self):
+        """Numbers of requests and pages now, and counts since the start."""
+        with self.changed:
+            return {"running": len(self.running), "waiting": len(self.waiting), "pages_free": self.cache.free_pages,
+                    "pages_used": self.cache.used_pages, "pages_cached": self.cache.cached_pages} | {
+                    name: self.counts[name] for name in ("requests", "finished", "steps", "preemptions",
+                                                         "prompt_tokens", "cached_tokens", "output_tokens")}
+
+    # --- the engine
+
+    def step(self):
+        """Admit, one forward pass for all, sample, emit. -> whether there was anything to do."""
+        with self.changed:
+            for request in self.running:
+                if request.cancelled:
+                    self._finish(request, "abort")
+            self._admit()
+        guesses = self._guess()
+        with self.changed:
+            rows = self._rows(guesses)
+        if not rows:
+            return False
+        self.counts["steps"] += 1
+        try:
+            logits = self._forward(rows)
+        except Exception as err:
+            for request, _, _ in rows:
+                self._finish(request, "error", err)
+        else:
+            # A prompt of which more is to come is not sampled yet.
+            self._emit([(r, g) for r, _, g in rows if r.table.length == len(r.ids) + len(g)], logits)
+        return True
+
+    def _admit(self):
+        """Give free slots to the first in the queue, as long as the pool has the pages for their tokens."""
+        while self.waiting and None in self.slots:
+            request, size = self.waiting[0], self.cache.page_size
+            ids, leader, table = request.ids, request.leader, PageTable(self.cache)
+            if leader and leader.table and leader.table.length < len(leader.prompt_ids):
+                return  # its prompt is being computed, and is shared once it is
+            if leader and leader.table:
+                table.share(leader.table.pages[:(len(request.prompt_ids) - 1) // size])
+            elif self.prefix_cache:
+                table.match(ids[:-1])                                # at least one token is computed
+            # A page to spare for each that is running, or the newcomer would be preempted in the next steps.
+            spare = sum(slot is not None for slot in self.slots)
+            if table.missing(len(ids) - table.length) + spare > self.cache.free_pages + self.cache.cached_pages:
+                table.release()
+                return
+            if request.scheduled_time is None:
+                request.scheduled_time, request.cached_tokens = time.monotonic(), table.length
+                self.counts["cached_tokens"] += table.length
+                self.counts["prompt_tokens"] += len(ids)
+            table.grow(len(ids) - table.length)
+            self.waiting.popleft()
+            request.table, self.slots[self.slots.index(None)] = table, request
+
+    def _guess(self):
+        """Speculation, while one request runs alone and decodes -> its guesses, else none."""
+        running = self.running
+        if not self.draft or len(running) != 1 or len(running[0].ids) - running[0].table.length > 1:
+            return []
+        try:
+            return self.draft.guess(running[0], self.model.config)
+        except Exception as err:
+            self._finish(running[0], "error", err)
+            return []
+
+    def _rows(self, guesses):
+        """This step's rows: (request, number of its tokens that are fed, guesses after them), decoding ones first."""
+        decoding, prefilling, budget = [], [], self.prefill_chunk
+        for request in self.running:  # the oldest first: whoever gives up its pages for it was not planned yet
+            todo = len(request.ids) - request.table.length if request.table else 0
+            if todo == 1 and self._make_room(request, 1 + len(guesses)):
+                decoding.append((request, 1, guesses))
+        for request in self.running:
+            todo = len(request.ids) - request.table.length
+            if todo > 1 and budget:
+                prefilling.append((request, min(todo, budget), []))
+                budget -= prefilling[-1][1]
+        return decoding + prefilling
+
+    def _make_room(self, request, count):
+        """Pages for `count` more tokens, taken from the youngest where none are free. -> False: it was itself."""
+        while True:
+            try:
+                request.table.grow(count)
+                return True
+            except OutOfPages:
+                youngest = self.running[-1]
+                self._leave(youngest)
+                youngest.preemptions += 1
+                self.counts["preemptions"] += 1
+                self.waiting.appendleft(youngest)
+                if youngest is request:
+                    return False
+
+    def _forward(self, rows):
+        """One pass over the new tokens of all rows, end to end -> logits (rows that are sampled, V)."""
+        ids, keep = [], []
+        for request, count, guesses in rows:
+            stored = request.table.length
+            ids += request.ids[stored:stored + count] + guesses
+            if stored + count == len(request.ids):
+                keep += range(len(ids) - 1 - len(guesses), len(ids))
+        kv = self.model.new_kv([r.table for r, _, _ in rows], [count + len(guesses) for _, count, guesses in rows])
+        device = self.model.wte.weight.device
+        return self.model(torch.tensor([ids]).to(device), kv, keep=torch.tensor(keep, dtype=torch.long).to(device))[0]
+
+    def _emit(self, rows, logits):
+        """Sample all rows together, and hand out each row's next token or tokens."""
+        sizes = [1 + len(guesses) for _, guesses in rows]
+        checks = [request.checks(guesses) for request, guesses in rows]
+        try:
+            tokens, logprobs = sample(logits, list(itertools.chain(*checks)), self.model.config.eos_token_id)
+        except Exception:  # one of them is at fault: each alone, so that it fails alone
+            tokens = logprobs = None
+        ends = list(itertools.accumulate(sizes))
+        for (request, guesses), own, end, size in zip(rows, checks, ends, sizes):
+            try:
+                part = slice(end - size, end)
+                sampled = ((tokens[part], logprobs[part]) if tokens else
+                           sample(logits[part], own, self.model.config.eos_token_id))
+                made = take_tokens(request, *sampled, guesses, self.model.config, self.draft)
+            except Exception as err:
+                self._finish(request, "error", err)
+            else:
+                self._hand_out(request, made)
+
+    def _hand_out(self, request, tokens):
+        request.token_times += [time.monotonic()] * len(tokens)
+        for token in tokens:
+            request.output_queue.put(token)
+        self.counts["output_tokens"] += len(tokens)
+        request.table.truncate(len(request.ids) - 1)
+        if self.prefix_cache:
+            request.table.remember(request.ids)
+        if request.finish_reason:
+            self._finish(request, request.finish_reason)
+
+    def _leave(self, request):
+        """Out of its slot, and its pages back to the pool."""
+        if request.table:
+            request.table.release()
+            request.table, self.slots[self.slots.index(request)] = None, None
+
+    def _finish(self, request, reason, error=None):
+        with self.changed:
+            self._leave(request)
+            request.finish_reason, request.error, request.finish_time = reason, error, time.monotonic()
+            self.counts["finished"] += 1
+        request.output_queue.put(None)
+
+    def _loop(self):
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.stopping or self.waiting or any(self.slots))
+                if self.stopping:
+                    return
+            if not self.step():
+                time.sleep(0.001)  # the queue waits for pages that somebody outside this scheduler holds
 
 
 # ---------------------------------------------------------------------------------------------------
