@@ -1,6 +1,7 @@
 """The generate loop, the context rule, the tokenizer, and the command line."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -69,6 +70,18 @@ def test_prompts_are_checked_before_anything_runs(tiny, monkeypatch):
             generate(tiny, prompt)
     with pytest.raises(UserError, match="logit_bias token id must be a whole number from 0 to 50256, not 50257"):
         generate(tiny, [1], SamplingParams(logit_bias={50257: 1.0}))
+
+
+def test_a_request_runs_once_with_its_own_params(tiny):
+    request = Request([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+    with pytest.raises(UserError, match="carries its own params"):
+        generate(tiny, request, SamplingParams())
+    assert len(list(generate(tiny, request))) == 2
+    with pytest.raises(UserError, match="runs once"):
+        generate(tiny, request)
+    for wrong in ((None,), (5,), ([1], {"temperature": 0})):
+        with pytest.raises(UserError, match="a request is a list of token ids and SamplingParams, not"):
+            generate(tiny, *wrong)
 
 
 def test_pages_come_back_when_a_stream_is_dropped(tiny):
@@ -183,6 +196,35 @@ def test_mistakes_get_one_line(arguments, line):
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line + "\n")
 
 
+@pytest.mark.parametrize("arguments, line", [
+    (("--json", "/no/such/x.json"), "--json /no/such/x.json can't be written: it is a folder, or is in none"),
+    (("--plot", "x.foo"), "--plot must end in .png, .svg or .pdf, not x.foo"),
+    (("--plot", "x.png", "--only", "bandwidth"), "--plot draws the benchmarks generation and bytes, not bandwidth"),
+])
+def test_outputs_are_checked_before_anything_is_measured(arguments, line, monkeypatch, capsys):
+    monkeypatch.setattr(engine, "load_model", None)
+    with pytest.raises(SystemExit, match=f"engine.py: {re.escape(line)}"):
+        engine.main(list(arguments))
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    done = subprocess.run(f"{sys.executable} engine.py --model tiny --tokens 60 --prompt Once | head -c 5",
+                          shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "Once " or done.stdout == "Once"
+    assert "Traceback" not in done.stderr
+
+
+def test_no_folder_for_compiled_kernels_is_no_error(tmp_path):
+    """numba finds no place for its cache: the kernels are compiled all the same."""
+    (tmp_path / "engine.py").write_bytes((ROOT / "engine.py").read_bytes())
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    (tmp_path / "__pycache__").write_text("a file where the folder would be")
+    done = subprocess.run([sys.executable, "-B", "engine.py", "--model", "tiny", "--tokens", "3", "--prompt", "hi"],
+                          capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null"})
+    assert done.returncode == 0, done.stderr
+
+
 def test_benchmarks_run_and_write_what_they_print(tmp_path):
     """All of them on the sample model, small: tables, JSON and picture, and no progress bar in a pipe."""
     done = run("--model", "tiny", "--tokens", "4", "--runs", "1", "--threads", "1",
@@ -202,9 +244,11 @@ def test_benchmarks_run_and_write_what_they_print(tmp_path):
 
 def test_a_mismatch_stops_the_benchmark(tiny_models, monkeypatch, capsys):
     broken = dict(zip(engine.VARIANTS, tiny_models.values()))
-    monkeypatch.setattr(engine, "outputs_match", lambda models, prompt: (False, 1.0))
-    with pytest.raises(SystemExit):
-        engine.bench_generation(broken, engine.parse_args(["--runs", "1"]), None)
+    true = engine.GPT2Paged.forward
+    for factor in (1.01, float("nan")):
+        monkeypatch.setattr(engine.GPT2Paged, "forward", lambda *a, **k: true(*a, **k) * factor)  # noqa: B023
+        with pytest.raises((SystemExit, FloatingPointError)):
+            engine.bench_generation(broken, engine.parse_args(["--runs", "1"]), None)
     assert "Match: NO" in capsys.readouterr().out
 
 

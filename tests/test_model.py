@@ -215,6 +215,27 @@ def test_decode_never_concatenates_or_copies_the_stored(tiny_models):
     assert long.moved > 10 * short.moved
 
 
+def test_threads_may_share_a_model(tiny):
+    """Each with a place of its own in the pool: prompts of one and of several blocks, and decoding."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    prompts = [[i + 1] * (7 + 53 * i) for i in range(4)]
+
+    def text(prompt):
+        return list(engine.generate(tiny, prompt, engine.SamplingParams(temperature=0, max_tokens=12)))
+
+    expected = [text(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            assert list(pool.map(text, prompts)) == expected
+    assert tiny.cache.free_pages == tiny.cache.max_pages
+
+
+def test_a_pool_beyond_memory_is_refused():
+    with pytest.raises(engine.UserError, match="1000000000000 pages of 16 tokens find no memory"):
+        engine.PagedKVCache(1, 1, 8, max_pages=10**12)
+
+
 def test_pages_come_back_and_run_on():
     model = paged(page_size=4, max_pages=12)
     kv = model.new_kv()
@@ -246,6 +267,9 @@ def test_a_full_pool_changes_nothing():
     with pytest.raises(engine.OutOfPages, match="2 pages of 4 tokens are needed, 1 of 5 are free"):
         model(ids[:, 8:], kv)
     assert model.cache.free_pages == 1 and kv.length == 8
+    kv.release()
+    model(ids[:1], kv)                                                         # another number of rows, once released
+    assert kv.length == 10
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -260,8 +284,14 @@ def test_positions_beyond_the_context_are_refused_before_anything_runs(tiny_mode
             model(torch.zeros(1, 1, dtype=torch.long), kv)
         assert kv.length == 1024
     kv.release()
-    with pytest.raises(engine.UserError, match="hold no token"):
-        model(torch.zeros(1, 0, dtype=torch.long))
+    for ids in (torch.zeros(1, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.zeros(1, 3)):
+        with pytest.raises(engine.UserError, match=r"ids must be whole numbers \(B, T\), at least 1, not \("):
+            model(ids, kv)
+    for ids in ([[1, 50257]], [[-1, 1]]):
+        with pytest.raises(engine.UserError, match="token ids must be from 0 to 50256, not from "):
+            model(torch.tensor(ids), kv)
+    if variant is engine.GPT2Paged:
+        assert model.cache.free_pages == model.cache.max_pages
 
 
 @pytest.mark.parametrize("variant", [engine.GPT2Cached, engine.GPT2Paged])
@@ -274,5 +304,5 @@ def test_another_number_of_rows_is_refused(tiny_models, variant):
 
 @pytest.mark.parametrize("name, value", [("page_size", 0), ("max_pages", -1), ("page_size", 2.5)])
 def test_pool_sizes_are_checked(name, value):
-    with pytest.raises(engine.UserError, match=f"{name} must be a whole number of at least 1"):
+    with pytest.raises(engine.UserError, match=f"{name} must be a whole number from 1, not {value}"):
         engine.PagedKVCache(1, 1, 8, **{name: value})

@@ -67,6 +67,47 @@ def test_nucleus_over_more_candidates_than_one_sort_holds():
     assert max(drawn) < 1500 and len(set(drawn)) > 1300
 
 
+def definition(logits, top_k, top_p, min_p):
+    """Which tokens may be drawn, by the definitions, in float64 and without haste."""
+    probs = softmax(logits)
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])
+    kept = [i for i in order if probs[i] >= min_p * probs[order[0]]][:top_k or None]
+    total, mass, out = sum(probs[i] for i in kept), 0.0, []
+    for i in kept:
+        if mass >= top_p * total:
+            break
+        out.append(i)
+        mass += probs[i]
+    return set(out)
+
+
+@pytest.mark.parametrize("top_k, top_p, min_p", [
+    (0, 0.95, 0), (0, 0.5, 0), (0, 0.999, 0), (0, 0.97, 1e-3), (2000, 0.97, 0),
+    (1500, 1, 0), (3, 0.9, 0), (1024, 0.9, 0), (0, 0.9, 0.5), (0, 1, 1e-4),
+])
+def test_truncation_of_a_large_vocabulary(top_k, top_p, min_p):
+    """Against the definition, where the tail beyond the 1,024 most likely has weight; alone and beside others."""
+    spread = torch.tensor([[0.1], [1.0], [2.0], [4.0]])
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)) * spread
+    probs, row = torch.softmax(logits, -1), SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    got = engine.truncate(probs, probs.argmax(-1), [row] * 4)
+    mixed = [row, SamplingParams(top_k=2), SamplingParams(top_p=0.9999), row]
+    beside = engine.truncate(probs, probs.argmax(-1), mixed)
+    assert torch.equal(beside[[0, 3]], got[[0, 3]])
+    for i in range(4):
+        expected = definition(logits[i].tolist(), top_k, top_p, min_p)
+        difference = set(got[i].nonzero()[:, 0].tolist()) ^ expected
+        assert len(difference) <= 1                                            # one at the edge, for float32's sake
+        assert torch.equal(engine.truncate(probs[i:i + 1], probs[i:i + 1].argmax(-1), [row])[0], got[i])
+
+
+def test_ties_do_not_depend_on_neighbours():
+    flat = torch.zeros(2, 50000)
+    for seed in range(5):
+        row = request(seed=seed, top_k=5)
+        assert tokens(flat, row, request(top_k=2000, seed=1))[0] == tokens(flat[:1], row)[0]
+
+
 def test_greedy_and_its_equals():
     draw = torch.Generator().manual_seed(0)
     logits = torch.randint(0, 4, (64, 5000), generator=draw).float()          # many ties
@@ -88,8 +129,10 @@ def test_extreme_settings_stay_finite():
         drawn = tokens(logits, *(request(range(4), seed=i, **params) for i in range(200)))
         assert set(drawn) <= {0, 1, 2, 3}
         assert len(set(drawn)) == 4 or params.get("temperature") != 1e300     # all alike when infinitely hot
-    broken = torch.full((3, 7), math.nan)
-    assert all(0 <= t < 7 for t in tokens(broken, request(), request(temperature=0), request(top_p=0.5)))
+    assert tokens(logits[:1], request(temperature=1e39, min_tokens=1, seed=3), eos=2)[0] != 2
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(FloatingPointError):
+            tokens([[1.0, value, 2.0] if value > 0 or value != value else [value] * 3], request())
 
 
 def test_penalties_by_hand():
