@@ -267,6 +267,8 @@ class GPT2(nn.Module):
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
 
+    name = ""  # what was loaded, once it was
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -1474,7 +1476,7 @@ class ContinuousBatchingScheduler:
     draft: a Speculator, used while a single request is running.
     """
 
-    def __init__(self, model, max_batch_size=8, max_waiting=1024, prefill_chunk=64, prefix_cache=True, draft=None):
+    def __init__(self, model, max_batch_size=8, max_waiting=1024, prefill_chunk=128, prefix_cache=True, draft=None):
         check_number("max_batch_size", max_batch_size, Integral, 1)
         check_number("max_waiting", max_waiting, Integral, 1)
         check_number("prefill_chunk", prefill_chunk, Integral, 1)

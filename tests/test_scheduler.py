@@ -1,0 +1,574 @@
+"""Continuous batching: whatever else runs, each text is that of a solo run, and every page comes back."""
+
+import collections
+import gc
+import random
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill_with_nan, make_oracle, run_to_end
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import engine
+from engine import ContinuousBatchingScheduler, Request, SamplingParams, UserError, generate
+
+TEXT = ("The old lighthouse keeper counted the ships each evening. Today I went to the market with my "
+        "sister and we bought apples. In my opinion the new library is a gift to the town, because ") * 12
+IDS = engine.load_tokenizer().encode_ordinary(TEXT)
+PROMPTS = [IDS[i:i + n] for i, n in enumerate([1, 5, 15, 16, 17, 64, 101, 200])]
+STYLES = {"greedy": dict(temperature=0), "seeded": dict(temperature=1.0, seed=3),
+          "mixed": dict(temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1)}
+
+
+def params(**options):
+    return SamplingParams(**(dict(max_tokens=40, ignore_eos=True) | options))
+
+
+@pytest.fixture(scope="module")
+def solo(tiny):
+    """The text of each prompt alone, by style."""
+    return {name: [list(generate(tiny, prompt, params(**style))) for prompt in PROMPTS]
+            for name, style in STYLES.items()}
+
+
+def with_pool(model, **options):
+    return fill_with_nan(engine.share_weights(model, engine.GPT2Paged, **options))
+
+
+def check_pages(scheduler):
+    """free + used + cached = total; every reference counted; no page with two owners unless it is shared."""
+    cache = scheduler.cache
+    held = collections.Counter(page for request in scheduler.running for page in request.table.pages)
+    assert cache.free_pages + cache.used_pages + cache.cached_pages == cache.max_pages
+    assert cache.used_pages == len(held)
+    assert {p: int(n) for p, n in enumerate(cache.references) if n} == dict(held)
+    assert not set(held) & set(cache.unused) and not any(cache.is_free[p] for p in [*held, *cache.unused])
+    assert {page for page, _ in cache.known.values()} == set(cache.key_of)
+    for request in scheduler.running:
+        size, table = cache.page_size, request.table
+        assert len(set(table.pages)) == len(table.pages)
+        for n, page in enumerate(table.pages):  # shared pages are full, stored, and hold what this request begins with
+            if held[page] > 1:
+                assert (n + 1) * size <= table.length
+        for n in range(min(table.known_pages, table.length // size)):
+            if table.pages[n] in cache.key_of:
+                assert list(cache.key_of[table.pages[n]][1]) == request.ids[n * size:(n + 1) * size]
+
+
+def run(scheduler, at_most=5000):
+    steps = 0
+    while scheduler.step():
+        check_pages(scheduler)
+        steps += 1
+        assert steps < at_most
+    assert not scheduler.running and not scheduler.waiting and scheduler.cache.used_pages == 0
+    return steps
+
+
+def drain(request):
+    """The tokens that came out of the queue, up to the None at its end."""
+    out = list(iter(request.output_queue.get_nowait, None))
+    assert request.output_queue.empty()
+    return out
+
+
+# --- each text equals the solo run
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("options", [
+    dict(), dict(prefill_chunk=1), dict(prefill_chunk=7), dict(prefill_chunk=64), dict(prefix_cache=False),
+    dict(max_batch_size=3), dict(pages=17, max_batch_size=8), dict(pages=20, prefill_chunk=7),
+    dict(pages=17, prefix_cache=False), dict(page_size=4, pages=70), dict(page_size=1, pages=400, prefill_chunk=64),
+], ids=str)
+def test_together(tiny, solo, style, options):
+    options = dict(options)
+    model = with_pool(tiny, page_size=options.pop("page_size", 16), max_pages=options.pop("pages", 64))
+    scheduler = ContinuousBatchingScheduler(model, **options)
+    for _ in range(2):  # the second time the prefix cache, if any, is warm
+        requests = [Request(prompt, params(**STYLES[style])) for prompt in PROMPTS]
+        scheduler.submit(*requests)
+        run(scheduler)
+        assert [drain(r) for r in requests] == [r.output_ids for r in requests] == solo[style]
+        assert {r.finish_reason for r in requests} == {"length"}
+    if model.max_pages == 17:
+        assert scheduler.stats()["preemptions"] > 0
+    if options.get("prefix_cache", True) and model.max_pages * model.page_size > 500:
+        assert sum(r.cached_tokens for r in requests) > 100
+
+
+def test_staggered(tiny, solo):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64), max_batch_size=3, prefill_chunk=7)
+    requests = [Request(prompt, params(temperature=0)) for prompt in PROMPTS]
+    for request in requests:
+        scheduler.submit(request)
+        for _ in range(11):
+            scheduler.step()
+            check_pages(scheduler)
+    run(scheduler)
+    assert [r.output_ids for r in requests] == solo["greedy"]
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_happened(tiny, solo):
+    """A pool for one long request and a half: the youngest gives way again and again, nothing is emitted twice."""
+    model = with_pool(tiny, page_size=4, max_pages=62)
+    for style in STYLES:
+        scheduler = ContinuousBatchingScheduler(model, prefix_cache=False)
+        requests = [Request(prompt, params(**STYLES[style])) for prompt in PROMPTS[::-1]]
+        scheduler.submit(*requests)
+        run(scheduler)
+        assert sum(r.preemptions for r in requests) >= 2
+        assert [drain(r) for r in requests[::-1]] == solo[style]
+
+
+# --- steps
+
+def test_one_pass_a_step_and_long_prompts_in_chunks(tiny, monkeypatch):
+    """Streams go on by a token in each step while a 900-token prompt comes in pieces of at most a chunk."""
+    model = with_pool(tiny, max_pages=128)
+    scheduler = ContinuousBatchingScheduler(model, prefill_chunk=64)
+    streams = [Request([i + 1] * 5, params(max_tokens=60)) for i in range(3)]
+    scheduler.submit(*streams)
+    scheduler.step()
+    scheduler.submit(Request(IDS[:900] if len(IDS) >= 900 else (IDS * 9)[:900], params(max_tokens=2)))
+    passes, forward = [], engine.GPT2.forward
+    monkeypatch.setattr(engine.GPT2Paged, "forward", lambda m, ids, *a, **k: passes.append(ids.shape) or
+                        forward(m, ids, *a, **k))
+    for step in range(1, 15):
+        before = [len(r.output_ids) for r in streams]
+        assert scheduler.step() and len(passes) == step
+        assert [len(r.output_ids) for r in streams] == [n + 1 for n in before]
+        assert passes[-1] == (1, 3 + 64) or (step == 15 and passes[-1][1] < 67)
+    run(scheduler)
+
+
+def test_first_come_first_served_and_no_starvation(tiny):
+    """A long request behind others, with 100 short ones behind it, starts before any of those."""
+    model = with_pool(tiny, max_pages=24)
+    scheduler = ContinuousBatchingScheduler(model, max_batch_size=4, prefix_cache=False)
+    first = [Request([1] * 60, params(max_tokens=30)) for _ in range(4)]
+    long = Request([2] * 300, params(max_tokens=20))
+    short = [Request([3] * 4, params(max_tokens=2)) for _ in range(100)]
+    scheduler.submit(*first, long, *short)
+    run(scheduler)
+    started = [r.scheduled_time for r in [*first, long, *short]]
+    assert started == sorted(started)
+    assert all(r.finish_reason == "length" for r in [*first, long, *short])
+
+
+def test_timings_and_stats(tiny):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64), max_batch_size=1)
+    one, two = Request([5] * 20, params(max_tokens=3)), Request([6], params(max_tokens=2))
+    scheduler.submit(one, two)
+    run(scheduler)
+    for r in (one, two):
+        times = [r.arrival_time, r.scheduled_time, *r.token_times]
+        assert times == sorted(times) and len(r.token_times) == len(r.output_ids)
+        assert r.finish_time >= r.token_times[-1]
+    assert two.scheduled_time >= one.token_times[-1]
+    stats = scheduler.stats()
+    assert stats == dict(running=0, waiting=0, pages_free=63, pages_used=0, pages_cached=1, requests=2, finished=2,
+                         steps=5, preemptions=0, prompt_tokens=21, cached_tokens=0, output_tokens=5)
+
+
+# --- admission
+
+def test_refused_at_submit(tiny):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=4), max_waiting=2)
+    with pytest.raises(UserError, match=r"need room for 65 tokens; the pool has room for 64 \(4 pages of 16\)"):
+        scheduler.submit(Request([1] * 60, params(max_tokens=6)))
+    with pytest.raises(UserError, match="the prompt has 1025 tokens"):
+        scheduler.submit(Request([1] * 1025, params()))
+    fits = Request([1] * 60, params(max_tokens=5))
+    scheduler.submit(fits)
+    with pytest.raises(UserError, match="was submitted before"):
+        scheduler.submit(fits)
+    with pytest.raises(engine.QueueFull, match="1 requests are waiting; the queue holds 2"):
+        scheduler.submit(Request([1], params()), Request([1], params()))        # all or none
+    assert len(scheduler.waiting) == 1
+    none = Request([1], params(max_tokens=0))
+    scheduler.submit(none)
+    assert drain(none) == [] and none.finish_reason == "length"
+    run(scheduler)
+    assert len(fits.output_ids) == 5
+    for wrong in (dict(max_batch_size=0), dict(max_waiting=0), dict(prefill_chunk=True)):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))} must be a whole number from 1"):
+            ContinuousBatchingScheduler(tiny, **wrong)
+
+
+def test_cancel_waiting_running_and_finished(tiny, solo):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64), max_batch_size=2)
+    requests = [Request(prompt, params(temperature=0)) for prompt in PROMPTS[:4]]
+    scheduler.submit(*requests)
+    for _ in range(5):
+        scheduler.step()
+    scheduler.cancel(requests[3])                                              # it waits
+    assert requests[3].finish_reason == "abort" and drain(requests[3]) == []
+    scheduler.cancel(requests[0])                                              # it runs
+    run(scheduler)
+    assert requests[0].finish_reason == "abort"
+    assert drain(requests[0]) == solo["greedy"][0][:len(requests[0].output_ids)]
+    scheduler.cancel(requests[1])                                              # it has ended
+    assert [r.output_ids for r in requests[1:3]] == solo["greedy"][1:3]
+    assert [r.finish_reason for r in requests[1:3]] == ["length"] * 2
+
+
+# --- prefix cache
+
+def test_prefix_cache_hits_full_pages_and_computes_at_least_one_token(tiny):
+    model = with_pool(tiny, max_pages=64)
+    scheduler = ContinuousBatchingScheduler(model)
+
+    def cached(prompt, **options):
+        request = Request(prompt, params(max_tokens=3, **options))
+        scheduler.submit(request)
+        run(scheduler)
+        return request.cached_tokens
+
+    assert cached(IDS[:40]) == 0
+    assert cached(IDS[:40]) == 32
+    assert cached(IDS[:32]) == 16                                              # one token must be computed
+    assert cached(IDS[:33]) == 32
+    assert cached(IDS[:16] + [7] * 24) == 16
+    assert cached([7, *IDS[1:40]]) == 0                                        # the same later pages, another beginning
+    assert cached([7, *IDS[1:40]]) == 32
+    assert scheduler.stats()["cached_tokens"] == 32 + 16 + 32 + 16 + 32
+
+
+def test_output_is_found_as_a_prompt(tiny):
+    """A conversation goes on: prompt and answer come again as the next prompt."""
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64))
+    first = Request(IDS[:10], params(max_tokens=30))
+    scheduler.submit(first)
+    run(scheduler)
+    second = Request([*first.ids, 5], params(max_tokens=2))
+    scheduler.submit(second)
+    run(scheduler)
+    assert second.cached_tokens == 32                                          # 39 were stored: two full pages
+
+
+def test_least_recently_used_pages_go_first(tiny):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=8))
+
+    def cached(token):
+        request = Request([token] * 33, params(max_tokens=1))
+        scheduler.submit(request)
+        run(scheduler)
+        return request.cached_tokens
+
+    assert [cached(t) for t in (1, 2, 3)] == [0, 0, 0]                         # 6 pages known
+    assert cached(1) == 32                                                     # used again: now 2 is the oldest
+    assert cached(4) == 0 and cached(5) == 0
+    assert cached(1) == 32
+    assert cached(2) == 0
+
+
+def test_samples_of_one_prompt_share_its_pages(tiny):
+    for prefix_cache in (True, False):
+        model = with_pool(tiny, max_pages=40)
+        scheduler = ContinuousBatchingScheduler(model, prefill_chunk=50, prefix_cache=prefix_cache)
+        prompt = IDS[:100]
+        requests = Request.samples(prompt, params(temperature=1.0, seed=11, max_tokens=10), 4)
+        scheduler.submit(*requests)
+        most = 0
+        while scheduler.step():
+            check_pages(scheduler)
+            most = max(most, model.cache.used_pages)
+        assert most == 6 + 4                                                   # 6 full pages once, a last one each
+        expected = [list(generate(tiny, prompt, params(temperature=1.0, seed=11 + i, max_tokens=10))) for i in range(4)]
+        assert [r.output_ids for r in requests] == expected
+
+
+# --- failures
+
+def test_a_forward_that_raises_fails_its_requests_and_no_others(tiny, solo, monkeypatch):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64), max_batch_size=2)
+    requests = [Request(prompt, params(temperature=0)) for prompt in PROMPTS[:3]]
+    scheduler.submit(*requests)
+    scheduler.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.GPT2Paged, "forward", lambda *a, **k: 1 / 0)
+        scheduler.step()
+    check_pages(scheduler)
+    for request in requests[:2]:
+        assert request.finish_reason == "error" and isinstance(request.error, ZeroDivisionError)
+        assert drain(request) == request.output_ids
+    run(scheduler)
+    assert requests[2].output_ids == solo["greedy"][2]
+
+
+def test_a_poisoned_request_fails_alone(tiny, solo, monkeypatch):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64))
+    requests = [Request(prompt, params(temperature=1.0, seed=3)) for prompt in PROMPTS]
+    monkeypatch.setattr(requests[4], "uniform", lambda: 1 / 0)
+    scheduler.submit(*requests)
+    run(scheduler)
+    assert requests[4].finish_reason == "error" and isinstance(requests[4].error, ZeroDivisionError)
+    for i in set(range(8)) - {4}:
+        assert requests[i].output_ids == solo["seeded"][i]
+
+
+def test_stop_ends_everything_within_two_seconds(tiny):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=128), max_batch_size=2)
+    requests = [Request([i + 1] * 50, params(max_tokens=900)) for i in range(5)]
+    scheduler.submit(*requests)
+    scheduler.start()
+    requests[0].output_queue.get(timeout=30)
+    start = time.monotonic()
+    scheduler.stop()
+    assert time.monotonic() - start < 2
+    assert all(r.finish_reason == "abort" for r in requests)
+    assert all(drain(r) is not None for r in requests)
+    assert not [t for t in threading.enumerate() if t.name == "scheduler"]
+    assert scheduler.cache.used_pages == 0
+    with pytest.raises(UserError, match="was stopped"):
+        scheduler.submit(Request([1], params()))
+    scheduler.start()                                                          # and it may run again
+    again = Request([1], params(max_tokens=2))
+    scheduler.submit(again)
+    assert len(list(iter(lambda: again.output_queue.get(timeout=30), None))) == 2
+    scheduler.stop()
+
+
+# --- at random
+
+def micro(**options):
+    """A model of a few thousand parameters, for tests of bookkeeping."""
+    oracle = make_oracle(vocab_size=31, n_positions=48, n_embd=8, n_layer=1, n_head=2)
+    model = engine.GPT2Paged(engine.GPT2Config(vocab_size=31, n_positions=48, n_embd=8, n_layer=1, n_head=2), **options)
+    state = {k.removeprefix("transformer."): v for k, v in oracle.state_dict().items()}
+    model.load_state_dict({k: v.t() if engine.CONV1D.fullmatch(k) else v for k, v in state.items()})
+    return fill_with_nan(model.requires_grad_(False))
+
+
+ACTIONS = st.lists(st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 20), st.integers(0, 2), st.integers(1, 25)),
+    st.tuples(st.just("samples"), st.integers(1, 20), st.integers(0, 2), st.integers(1, 10)),
+    st.tuples(st.just("cancel"), st.integers(0, 10**6)),
+    st.tuples(st.just("step"), st.integers(1, 12)),
+), min_size=20, max_size=60)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(actions=ACTIONS, chunk=st.sampled_from([1, 3, 8]), pages=st.integers(11, 24), slots=st.integers(1, 5),
+       prefix_cache=st.booleans(), style=st.sampled_from([dict(temperature=0), dict(temperature=1.0, seed=2)]))
+def test_anything_in_any_order(actions, chunk, pages, slots, prefix_cache, style):
+    """Submit, cancel, step in a pool that is too small: no page is lost, and every text is the solo one."""
+    model = micro(page_size=4, max_pages=pages)
+    scheduler = ContinuousBatchingScheduler(model, slots, prefill_chunk=chunk, prefix_cache=prefix_cache)
+    requests = []
+    for action, *values in actions:
+        if action == "submit":
+            length, start, tokens = values
+            prompt = [(start + i) % 31 for i in range(length)]
+            requests.append(Request(prompt, params(max_tokens=tokens, **style)))
+            scheduler.submit(requests[-1])
+        elif action == "samples":
+            length, start, tokens = values
+            made = Request.samples([(start + i) % 31 for i in range(length)], params(max_tokens=tokens, **style), 3)
+            scheduler.submit(*made)
+            requests += made
+        elif action == "cancel" and requests:
+            scheduler.cancel(requests[values[0] % len(requests)])
+        elif action == "step":
+            for _ in range(values[0]):
+                scheduler.step()
+                check_pages(scheduler)
+    run(scheduler)
+    assert model.cache.free_pages + model.cache.cached_pages == pages
+    other = engine.share_weights(model, engine.GPT2Paged)
+    for request in requests:
+        assert request.finish_reason in ("length", "abort")
+        expected = list(generate(other, request.prompt_ids, request.params))
+        assert drain(request) == expected[:len(request.output_ids)]
+        assert request.cancelled or len(request.output_ids) == len(expected)
+
+
+def test_64_threads_submit_and_cancel(tiny):
+    """2,000 short requests, a third cancelled at random moments: every other text is the solo one."""
+    prompts = [IDS[i:i + 1 + 3 * i] for i in range(12)]
+    expected = [list(generate(tiny, prompt, params(temperature=0, max_tokens=4))) for prompt in prompts]
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=128), max_batch_size=32, max_waiting=5000)
+    scheduler.start()
+    wrong, ended = [], collections.Counter()
+
+    def client(seed):
+        draw = random.Random(seed)
+        for _ in range(2000 // 64 + 1):
+            which = draw.randrange(len(prompts))
+            request = Request(prompts[which], params(temperature=0, max_tokens=4))
+            scheduler.submit(request)
+            if draw.random() < 1 / 3:
+                time.sleep(draw.random() * 0.05)
+                scheduler.cancel(request)
+            got = list(iter(lambda r=request: r.output_queue.get(timeout=60), None))
+            ended[request.finish_reason] += 1
+            if got != expected[which][:len(got)] or (not request.cancelled and got != expected[which]):
+                wrong.append((which, got, request.finish_reason, request.error))
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads) and not wrong
+    assert sum(ended.values()) == 64 * 32 and ended["abort"] > 100 and set(ended) == {"abort", "length"}
+    scheduler.stop()
+    assert scheduler.cache.used_pages == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
+def test_memory_is_flat_over_5000_requests():
+    scheduler = ContinuousBatchingScheduler(micro(page_size=4, max_pages=64))
+
+    def serve(count):
+        for n in range(0, count, 50):
+            scheduler.submit(*(Request([(n + i) % 31, n % 31, i % 31, 7], params(max_tokens=2)) for i in range(50)))
+            while scheduler.step():
+                pass
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    serve(1000)
+    before = serve(500)
+    assert serve(5000) - before < 4e6
+    assert len(scheduler.cache.known) == len(scheduler.cache.key_of) <= 64
+
+
+# --- stop strings and text
+
+def cut(text, stop):
+    """The definition: the text before the stop string that is complete first."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(s) for s in stop if text[:end].endswith(s)]
+        if starts:
+            return text[:min(starts)]
+    return text
+
+
+PIECES = [*engine.load_tokenizer().encode_ordinary("ababc aab bca é 🙂 日本\n"), 50256, 60000]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(tokens=st.lists(st.sampled_from(PIECES), max_size=30),
+       stop=st.lists(st.text("abc é🙂", min_size=1, max_size=4), max_size=3))
+def test_stop_strings(tokens, stop):
+    encoding = engine.load_tokenizer()
+    data = b"".join(b"" if t == 50256 else "\ufffd".encode() if t == 60000 else
+                    encoding.decode_single_token_bytes(t) for t in tokens)
+    whole = data.decode("utf-8", errors="replace")
+    pieces = list(engine.stream_text(tokens, stop))
+    assert "".join(pieces) == cut(whole, stop)
+    assert "".join(engine.stream_text(tokens)) == whole
+
+
+def test_text_is_held_only_while_it_may_become_a_stop_string():
+    stream = engine.TextStream(("day off",))
+    words = [engine.load_tokenizer().encode_ordinary(w)[0] for w in ("A", " day", " on", " day", " off")]
+    assert [stream.feed(word) for word in words] == ["A", " ", "day on", " ", ""]
+    assert stream.stopped and stream.finish() == ""
+    stream = engine.TextStream(("day off",))
+    assert [stream.feed(word) for word in words[:2]] == ["A", " "] and stream.finish() == "day"
+
+
+def test_random_bytes_in_pieces_are_the_text_at_once():
+    """Random ids break characters all the time."""
+    draw, encoding = random.Random(0), engine.load_tokenizer()
+    for _ in range(300):
+        tokens = [draw.randrange(50256) for _ in range(40)]
+        pieces = list(engine.stream_text(tokens))
+        assert "".join(pieces) == encoding.decode_bytes(tokens).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("by_scheduler", [True, False])
+def test_requests_end_at_a_stop_string(tiny, by_scheduler):
+    prompt = engine.load_tokenizer().encode_ordinary("The meaning of life is")
+
+    def text(**options):
+        request = Request(prompt, params(temperature=0, **options))
+        if by_scheduler:
+            scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64))
+            scheduler.submit(request)
+            run(scheduler)
+            drain(request)
+        else:
+            list(generate(tiny, request))
+        stop, least = request.params.stop, request.params.min_tokens
+        return "".join(engine.stream_text(request.output_ids, stop, least)), request.finish_reason
+
+    whole, reason = text()
+    assert whole.startswith(" a mystery that has been debated by philosophers") and reason == "length"
+    assert text(stop="been deb") == (" a mystery that has ", "stop")
+    assert text(stop=["nowhere", "debated", "been"]) == (" a mystery that has ", "stop")
+    assert text(stop="mystery", min_tokens=5) == (whole, "length")
+    for wrong in ("", [""], [1], 5, ["a", None]):
+        with pytest.raises(UserError, match="stop must be a string or strings of at least 1 character"):
+            SamplingParams(stop=wrong)
+
+
+# --- speculative decoding
+
+def drafts(model):
+    """A draft that is often right (the model with noise), one that never is, and the model itself."""
+    draft = engine.share_weights(model, engine.GPT2Cached)
+    noisy = engine.share_weights(model, engine.GPT2Paged)
+    torch.manual_seed(0)
+    noisy.load_state_dict({k: v * (1 + 0.1 * torch.randn_like(v)) for k, v in model.state_dict().items()}, assign=True)
+    return {"same": draft, "noisy": noisy}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("by_scheduler", [True, False])
+def test_speculation_changes_no_text(tiny, solo, style, by_scheduler):
+    for name, draft in drafts(tiny).items():
+        speculator = engine.Speculator(draft, tokens=4)
+        model = with_pool(tiny, max_pages=64)
+        scheduler = ContinuousBatchingScheduler(model, draft=speculator)
+        for prompt, expected in zip(PROMPTS, solo[style]):
+            request = Request(prompt, params(**STYLES[style]))
+            if by_scheduler:
+                scheduler.submit(request)
+                run(scheduler)
+                assert drain(request) == expected
+            else:
+                assert run_to_end(generate(model, request, draft=speculator)) == (expected, "length")
+        assert speculator.acceptance > 0.99 if name == "same" else 0.02 < speculator.acceptance < 0.95
+
+
+def test_speculation_ends_where_the_text_ends(tiny):
+    """Guesses beyond the end of text, the limit, or the context are made by nobody."""
+    prompt = engine.load_tokenizer().encode_ordinary("The meaning of life is")
+    draft = engine.share_weights(tiny, engine.GPT2Cached)
+    for options in (dict(ignore_eos=False, max_tokens=120), dict(max_tokens=1), dict(max_tokens=2), dict(max_tokens=6)):
+        expected = run_to_end(generate(tiny, prompt, params(temperature=0, **options)))
+        assert run_to_end(generate(tiny, prompt, params(temperature=0, **options), draft=draft)) == expected
+    full = [5] * 1020
+    assert run_to_end(generate(tiny, full, params(temperature=0, max_tokens=50), draft=draft)) == \
+        run_to_end(generate(tiny, full, params(temperature=0, max_tokens=50)))
+    with pytest.raises(UserError, match="the draft model has a vocabulary of 31 tokens, the target of 50257"):
+        generate(tiny, prompt, draft=micro())
+
+
+def test_sampled_speculation_has_the_targets_distribution():
+    """Chi-square over pairs of tokens against the exact probabilities of the target."""
+    target, draft = micro(), micro()
+    torch.manual_seed(1)
+    draft.load_state_dict({k: v + 0.1 * torch.randn_like(v) for k, v in target.state_dict().items()})
+    prompt, draws = [3, 1, 4], 3000
+    p = torch.softmax(target(torch.tensor([prompt]))[0, -1], -1)
+    pairs = torch.stack([torch.softmax(target(torch.tensor([[*prompt, t]]))[0, -1], -1) for t in range(31)])
+    expected = (p[:, None] * pairs).double().numpy().ravel() * draws
+    speculator, observed = engine.Speculator(draft, tokens=2), np.zeros(31 * 31)
+    for seed in range(draws):
+        a, b = generate(target, prompt, params(max_tokens=2, seed=seed), draft=speculator)
+        observed[a * 31 + b] += 1
+    often = expected >= 5
+    groups = [(observed[often], expected[often]), (observed[~often].sum(), expected[~often].sum())]
+    chi = sum(((o - e) ** 2 / e).sum() for o, e in groups)
+    freedom = often.sum()
+    assert 0.1 < speculator.acceptance < 0.95
+    assert chi < freedom + 4 * (2 * freedom) ** 0.5                            # mean and deviation of chi-square
