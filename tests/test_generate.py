@@ -199,7 +199,8 @@ def test_mistakes_get_one_line(arguments, line):
 @pytest.mark.parametrize("arguments, line", [
     (("--json", "/no/such/x.json"), "--json /no/such/x.json can't be written: it is a folder, or is in none"),
     (("--plot", "x.foo"), "--plot must end in .png, .svg or .pdf, not x.foo"),
-    (("--plot", "x.png", "--only", "bandwidth"), "--plot draws the benchmarks generation and bytes, not bandwidth"),
+    (("--plot", "x.png", "--only", "bandwidth"),
+     "--plot draws the benchmarks generation, bytes and batching, not bandwidth"),
 ])
 def test_outputs_are_checked_before_anything_is_measured(arguments, line, monkeypatch, capsys):
     monkeypatch.setattr(engine, "load_model", None)
@@ -230,7 +231,7 @@ def test_benchmarks_run_and_write_what_they_print(tmp_path):
     done = run("--model", "tiny", "--tokens", "4", "--runs", "1", "--threads", "1",
                "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("Match: yes") == 4
+    assert done.stdout.count("Match: yes") == 5
     results = json.loads((tmp_path / "r.json").read_text())
     assert results["machine"]["model"] == "tiny" and results["machine"]["threads"] == 1
     assert [row["prompt"] for row in results["generation"]] == [5] * 3 + [16] * 3 + [512] * 3 + [900] * 3
@@ -239,6 +240,12 @@ def test_benchmarks_run_and_write_what_they_print(tmp_path):
     assert moved[900, "KV-cache (torch.cat)"] > 20 * moved[16, "KV-cache (torch.cat)"]
     assert moved[900, "KV-cache (pages)"] == moved[16, "KV-cache (pages)"]
     assert results["bandwidth"][0]["share of memory"] > 0
+    assert [row["mode"] for row in results["batching"]] == ["sequential", "static", "continuous"]
+    assert all(len(row["bars"]) == 16 and row["TTFT p99"] >= row["TTFT median"] > 0 for row in results["batching"])
+    assert [row["cached"] for row in results["prefix"]] == [0, 3 * 496]
+    speculation = {row["guesses"]: row for row in results["speculation"]}
+    assert {row["match"] for row in speculation.values()} == {"yes"}
+    assert speculation["tiny"]["acceptance"] == speculation["always right, at no cost"]["acceptance"] == 1
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -198,15 +198,40 @@ def test_seeds():
     assert len({tuple(series(seed)) for seed in (0, 1, 5, -1, 2**63 - 1, -2**63)}) == 6
     assert series(None) != series(None)
     assert len(set(series(5))) > 15
-    numbers = [request(seed=s, output=[0] * n).uniform() for s in range(50) for n in range(50)]
-    assert 0 <= min(numbers) < 0.01 and 0.99 < max(numbers) < 1 and abs(np.mean(numbers) - 0.5) < 0.02
+
+
+def test_noise_is_exponential_and_independent():
+    """Across tokens, across a request's positions, across seeds; and it reaches the smallest probabilities."""
+    keys = [request(seed=seed, output=[0] * n).noise_key() for seed in (0, 1, -1) for n in range(100)]
+    assert len({tuple(key) for key in keys}) == 300
+    noise = engine.exponential_noise(keys, 5000).double()
+    assert noise.min() > 0 and noise.max() < 20 and noise.min() < 1e-5
+    for moment, expected in ((1, 1.0), (2, 2.0), (3, 6.0)):
+        assert (noise ** moment).mean().item() == pytest.approx(expected, rel=0.02)
+    uniform = torch.exp(-noise)
+    for axis in (0, 1):
+        assert abs(uniform.mean(axis) - 0.5).max() < 6 * (1 / 12 / noise.shape[axis]) ** 0.5
+    correlation = torch.corrcoef(uniform)
+    assert correlation.fill_diagonal_(0).abs().max() < 6 / 5000 ** 0.5
+    neighbours = torch.corrcoef(torch.stack([uniform[:, 1:].ravel(), uniform[:, :-1].ravel()]))[0, 1]
+    assert abs(neighbours) < 6 / noise.numel() ** 0.5
+    counts = torch.histc(uniform.float(), 100, 0, 1)
+    assert ((counts - 15000) ** 2 / 15000).sum() < 99 + 5 * (2 * 99) ** 0.5
 
 
 def test_draws_reach_no_token_of_probability_zero():
-    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
-    for uniform, token in ((0.0, 1), (0.4999, 1), (0.5, 3), (1 - 2**-48, 3)):
-        assert engine.draw(probs, [uniform]).tolist() == [token]
-        assert engine.draw(probs * 1e-6, [uniform]).tolist() == [token]
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 1e-30, 0.0, 0.0]]).repeat(500, 1)
+    drawn = engine.draw(probs, [request(seed=seed).noise_key() for seed in range(1000)]).view(500, 2)
+    assert set(drawn[:, 0].tolist()) == {1, 3} and set(drawn[:, 1].tolist()) == {2}
+
+
+def test_noise_in_the_logits_changes_next_to_no_draw():
+    """As kernels for other batch sizes round otherwise: 1e-5 of noise on flat rows of a large vocabulary."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, 20000, generator=draw)
+    rows = [request(seed=seed) for seed in range(500)]
+    noisy = logits + 1e-5 * torch.randn(500, 20000, generator=draw)
+    assert sum(a != b for a, b in zip(tokens(logits, *rows), tokens(noisy, *rows))) <= 1
 
 
 def test_logprobs_are_the_models_own():

@@ -304,7 +304,7 @@ def test_a_forward_that_raises_fails_its_requests_and_no_others(tiny, solo, monk
 def test_a_poisoned_request_fails_alone(tiny, solo, monkeypatch):
     scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64))
     requests = [Request(prompt, params(temperature=1.0, seed=3)) for prompt in PROMPTS]
-    monkeypatch.setattr(requests[4], "uniform", lambda: 1 / 0)
+    monkeypatch.setattr(requests[4], "noise_key", lambda: 1 / 0)
     scheduler.submit(*requests)
     run(scheduler)
     assert requests[4].finish_reason == "error" and isinstance(requests[4].error, ZeroDivisionError)
