@@ -585,26 +585,28 @@ class PageTable:
     def match(self, ids):
         """Begin with the longest run of known full pages that hold the first of `ids`."""
         found, self.parent, size = [], 0, self.cache.page_size
-        for at in range(0, len(ids) - size + 1, size):
-            page, number = self.cache.known.get((self.parent, tuple(ids[at:at + size])), (None, None))
-            if page is None:
-                break
-            found.append(page)
-            self.parent = number
-        self.known_pages = len(found)
-        self.share(found)
+        with self.cache.lock:
+            for at in range(0, len(ids) - size + 1, size):
+                page, number = self.cache.known.get((self.parent, tuple(ids[at:at + size])), (None, None))
+                if page is None:
+                    break
+                found.append(page)
+                self.parent = number
+            self.known_pages = len(found)
+            self.share(found)
 
     def remember(self, ids):
         """Make full pages known, so that others who begin with the same ids find them. ids: of this sequence."""
         cache, size = self.cache, self.cache.page_size
-        for n in range(self.known_pages, self.length // size):
-            key = self.parent, tuple(ids[n * size:(n + 1) * size])
-            if key not in cache.known and self.pages[n] not in cache.key_of:
-                cache.known[key] = self.pages[n], next(cache.numbers)
-                cache.key_of[self.pages[n]] = key
-            if key not in cache.known:  # the page is known behind a page since forgotten; so is what follows it
-                break
-            self.parent, self.known_pages = cache.known[key][1], n + 1
+        with cache.lock:
+            for n in range(self.known_pages, self.length // size):
+                key = self.parent, tuple(ids[n * size:(n + 1) * size])
+                if key not in cache.known and self.pages[n] not in cache.key_of:
+                    cache.known[key] = self.pages[n], next(cache.numbers)
+                    cache.key_of[self.pages[n]] = key
+                if key not in cache.known:  # the page is known behind a page since forgotten; so is what follows it
+                    break
+                self.parent, self.known_pages = cache.known[key][1], n + 1
 
     def truncate(self, length):
         """Forget the tokens after the first `length`; their pages stay, for what comes instead."""
@@ -1525,10 +1527,10 @@ class ContinuousBatchingScheduler:
                     raise UserError("the request was submitted before; make a new one")
                 request.arrival_time, request.number = time.monotonic(), self.counts["requests"]
                 self.counts["requests"] += 1
-                if output_limit(request, self.model.config):
-                    self.waiting.append(request)
+                if request.cancelled or output_limit(request, self.model.config) == 0:
+                    self._finish(request, "abort" if request.cancelled else "length")
                 else:
-                    self._finish(request, "length")
+                    self.waiting.append(request)
             self.changed.notify_all()
 
     def _check_fit(self, request):
@@ -1618,15 +1620,17 @@ class ContinuousBatchingScheduler:
             elif self.prefix_cache:
                 table.match(ids[:-1])                                # at least one token is computed
             # A page to spare for each that is running, or the newcomer would be preempted in the next steps.
-            spare = sum(slot is not None for slot in self.slots)
-            if table.missing(len(ids) - table.length) + spare > self.cache.free_pages + self.cache.cached_pages:
+            spare = size * sum(slot is not None for slot in self.slots)
+            try:
+                self.cache.check_free(table.missing(len(ids) - table.length + spare))
+                table.grow(len(ids) - table.length)
+            except OutOfPages:
                 table.release()
                 return
             if request.scheduled_time is None:
                 request.scheduled_time, request.cached_tokens = time.monotonic(), table.length
                 self.counts["cached_tokens"] += table.length
                 self.counts["prompt_tokens"] += len(ids)
-            table.grow(len(ids) - table.length)
             self.waiting.popleft()
             request.table, request.slot = table, self.slots.index(None)
             self.slots[request.slot] = request
@@ -1733,8 +1737,13 @@ class ContinuousBatchingScheduler:
                 self.changed.wait_for(lambda: self.stopping or self.waiting or any(self.slots))
                 if self.stopping:
                     return
-            if not self.step():
-                time.sleep(0.001)  # the queue waits for pages that somebody outside this scheduler holds
+            try:
+                if not self.step():
+                    time.sleep(0.001)  # the queue waits for pages that somebody outside this scheduler holds
+            except Exception as err:  # a fault of ours, not of a request: whoever runs is told, the others go on
+                with self.changed:
+                    for request in self.running or ([self.waiting.popleft()] if self.waiting else []):
+                        self._finish(request, "error", err)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -1934,10 +1943,10 @@ def latencies(requests):
 def bench_batching(models, args, progress):
     """The same requests one after another, in static batches, and continuously batched."""
     model, rows = share_weights(models["paged"], GPT2Paged, max_pages=1024), []
-    draw = np.random.default_rng(0)
-    full = args.only == "batching"
+    full, draw = args.only == "batching", np.random.default_rng(0)
+    most = args.tokens if full else max(4, args.tokens // 2)
     jobs = [(random_prompt(int(length), model.config.vocab_size), int(new)) for length, new in
-            zip(draw.integers(5, 201, size=32), draw.geometric(2.5 / args.tokens, size=32).clip(2, args.tokens))]
+            zip(draw.integers(5, 201, size=32), draw.geometric(2.5 / most, size=32).clip(2, most))]
     serve(model, [(prompt, 2) for prompt, _ in jobs[:SLOTS]], "continuous", args)     # warm-up
     for count in (1, 2, 4, 8, 16, 32) if full else (16,):
         runs = {mode: [] for mode in ("sequential", "static", "continuous")}

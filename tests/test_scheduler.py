@@ -312,6 +312,90 @@ def test_a_poisoned_request_fails_alone(tiny, solo, monkeypatch):
         assert requests[i].output_ids == solo["seeded"][i]
 
 
+def test_the_thread_outlives_a_fault_in_the_step(tiny, monkeypatch):
+    """Whatever raises where nobody expects it: those who run or are first in the queue are told, the next is served."""
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64))
+    for place in ("_admit", "_rows", "_hand_out"):
+        broken = Request([1, 2, 3], params(max_tokens=3))
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, place, lambda *a: 1 / 0)
+            scheduler.submit(broken)
+            scheduler.start()
+            assert list(iter(lambda r=broken: r.output_queue.get(timeout=10), None)) == []
+        assert broken.finish_reason == "error" and isinstance(broken.error, ZeroDivisionError)
+        fine = Request([1, 2, 3], params(max_tokens=3))
+        scheduler.submit(fine)
+        assert len(list(iter(lambda r=fine: r.output_queue.get(timeout=10), None))) == 3
+    scheduler.stop()
+    assert scheduler.cache.used_pages == 0
+
+
+def test_a_draft_that_raises_fails_its_request_alone(tiny, monkeypatch):
+    draft = engine.Speculator(engine.share_weights(tiny, engine.GPT2Cached))
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64), draft=draft)
+    one, two = Request([1, 2], params(max_tokens=5)), Request([1, 2], params(max_tokens=5, temperature=0))
+    scheduler.submit(one)
+    scheduler.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(draft, "guess", lambda *a: 1 / 0)
+        scheduler.step()
+    assert one.finish_reason == "error" and len(drain(one)) == 1
+    scheduler.submit(two)
+    run(scheduler)
+    assert two.output_ids == list(generate(tiny, [1, 2], params(max_tokens=5, temperature=0)))
+
+
+def test_others_arrive_while_one_speculates(tiny, solo):
+    """Alone, together, alone again; one of them cancelled in between."""
+    draft = engine.Speculator(drafts(tiny)["noisy"], tokens=3)
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64), draft=draft)
+    requests = [Request(prompt, params(temperature=0)) for prompt in PROMPTS[4:]]
+    for request in requests:
+        scheduler.submit(request)
+        for _ in range(4):
+            scheduler.step()
+            check_pages(scheduler)
+    scheduler.cancel(requests[1])
+    run(scheduler)
+    assert [r.output_ids for r in requests[::2]] == solo["greedy"][4::2] and draft.proposed > 0
+    assert drain(requests[1]) == solo["greedy"][5][:len(requests[1].output_ids)]
+
+
+def test_samples_whose_leader_goes(tiny):
+    """The first of several samples is cancelled before or while its prompt is computed: the others don't wait."""
+    for steps in (0, 1, 2, 4):
+        scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=40), prefill_chunk=40, prefix_cache=False)
+        requests = Request.samples(IDS[:100], params(temperature=1.0, seed=11, max_tokens=5), 3)
+        scheduler.submit(*requests)
+        for _ in range(steps):
+            scheduler.step()
+        scheduler.cancel(requests[0])
+        run(scheduler)
+        assert [r.finish_reason for r in requests] == ["abort", "length", "length"]
+    late = Request([1], params())
+    scheduler.cancel(late)                                                     # before it was submitted
+    scheduler.submit(late)
+    assert drain(late) == [] and late.finish_reason == "abort"
+
+
+def test_two_schedulers_and_a_generator_share_a_pool(tiny, solo):
+    model = with_pool(tiny, max_pages=40)
+    schedulers = [ContinuousBatchingScheduler(model, max_batch_size=4) for _ in range(2)]
+    requests = [[Request(prompt, params(temperature=0)) for prompt in PROMPTS] for _ in schedulers]
+    for scheduler, mine in zip(schedulers, requests):
+        scheduler.submit(*mine)
+        scheduler.start()
+    aside = list(generate(model, PROMPTS[3], params(temperature=0)))
+    for mine in requests:
+        for request, expected in zip(mine, solo["greedy"]):
+            assert list(iter(lambda r=request: r.output_queue.get(timeout=30), None)) == expected
+    assert aside == solo["greedy"][3]
+    for scheduler in schedulers:
+        scheduler.stop()
+        scheduler.stop()                                                       # once more is no harm
+    assert model.cache.used_pages == 0
+
+
 def test_stop_ends_everything_within_two_seconds(tiny):
     scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=128), max_batch_size=2)
     requests = [Request([i + 1] * 50, params(max_tokens=900)) for i in range(5)]
