@@ -170,6 +170,19 @@ def test_without_numba_the_twins_give_the_same(monkeypatch):
     torch.testing.assert_close(logits_in_pieces(model, ids, [20, 1]), with_kernels, atol=1e-4, rtol=0)
 
 
+def test_packed_weights_give_the_same_logits(oracle_folder):
+    _, folder = oracle_folder(n_positions=200, tie_word_embeddings=False)
+    for dtype, limit in (("float32", 1e-4), ("bfloat16", 0.1)):
+        model = engine.load_model(str(folder), dtype=dtype)
+        draw = torch.Generator().manual_seed(5)
+        inputs = [torch.randint(97, (1, n), generator=draw) for n in (1, 4, 5, 8, 65, 200)]
+        plain = [model(ids) for ids in inputs]
+        model.pack_weights()
+        assert all(m.packed is not None for m in model.modules() if isinstance(m, engine.Linear))
+        for ids, expected in zip(inputs, plain):
+            assert (model(ids) - expected).abs().max() < limit * expected.abs().max()
+
+
 @pytest.mark.parametrize("n_in, n_out, rows", [(1, 1, 1), (3, 65, 1), (768, 7, 2), (63, 1023, 6), (129, 17, 5)])
 def test_product_kernel_against_float64(n_in, n_out, rows):
     x, w, b = torch.randn(rows, n_in), torch.randn(n_out, n_in), torch.randn(n_out)
