@@ -1436,6 +1436,8 @@ def run_request(model, request, draft=None):
         return request.finish_reason
     finally:
         kv.release()
+        if draft:
+            draft.release()
 
 
 def take_tokens(request, tokens, logprobs, guesses, config, draft=None):
@@ -1450,7 +1452,7 @@ def take_tokens(request, tokens, logprobs, guesses, config, draft=None):
         if request.finish_reason or n == len(guesses) or token != guesses[n]:
             break
     if draft:
-        draft.proposed, draft.accepted = draft.proposed + len(guesses), draft.accepted + n
+        draft.checked(request, guesses, n)
     return made
 
 
@@ -1474,7 +1476,9 @@ class Speculator:
         return self.accepted / max(1, self.proposed)
 
     def check(self, target):
-        """Raises UserError unless the draft model has the target's vocabulary."""
+        """Raises UserError unless the draft model has the target's vocabulary, and pages of its own."""
+        if self.model is target:
+            raise UserError("the draft model can't be the target itself; share_weights makes another of it")
         ours, theirs = self.model.config.vocab_size, target.config.vocab_size
         if ours != theirs:
             raise UserError(f"the draft model has a vocabulary of {ours} tokens, the target of {theirs}")
@@ -1482,17 +1486,29 @@ class Speculator:
     def guess(self, request, config):
         """Up to `tokens` next tokens of the request, fewer where it would end before."""
         if request is not self.request:
-            self.kv.release()
+            self.release()
             self.request, self.kv = request, self.model.new_kv()
-        self.kv.truncate(len(request.ids) - 1)
         room = min(output_limit(request, config) - len(request.output_ids) - 1,
                    self.model.config.n_positions - len(request.ids))
         guesses, device = [], self.model.wte.weight.device
         for _ in range(min(self.tokens, room)):
             ids = torch.tensor([(request.ids + guesses)[self.kv.length:]]).to(device)
-            logits = self.model(ids, self.kv, keep=slice(-1, None))[:, -1]
+            try:
+                logits = self.model(ids, self.kv, keep=slice(-1, None))[:, -1]
+            except OutOfPages:  # of the draft's own: the target goes on without more guesses
+                break
             guesses += sample(logits, request.checks(guesses)[-1:], config.eos_token_id)[0]
         return guesses
+
+    def checked(self, request, guesses, right):
+        """The target found the first `right` guesses right: forget what was stored after them."""
+        self.proposed, self.accepted = self.proposed + len(guesses), self.accepted + right
+        self.kv.truncate(len(request.ids) - 1)
+
+    def release(self):
+        """Give back what is stored for the request served last."""
+        self.kv.release()
+        self.request = None
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -1530,6 +1546,7 @@ class ContinuousBatchingScheduler:
         self.max_waiting, self.prefill_chunk = max_waiting, prefill_chunk
         self.waiting, self.slots = collections.deque(), [None] * max_batch_size
         self.changed, self.thread, self.stopping = threading.Condition(), None, False
+        self.lifecycle, self.stepping = threading.Lock(), threading.Lock()    # one start or stop, one step at a time
         self.counts = collections.Counter()                          # since the start; see `stats`
 
     # --- what clients call, from any thread
@@ -1540,13 +1557,14 @@ class ContinuousBatchingScheduler:
             check_request(request, self.model.config)
             self._check_fit(request)
         with self.changed:
+            if len(set(requests)) < len(requests) or any(r.arrival_time is not None or r.finish_reason or r.output_ids
+                                                         for r in requests):
+                raise UserError("the request was submitted or run before; make a new one")
             if self.stopping:
                 raise UserError("the scheduler was stopped and takes no more requests")
             if len(self.waiting) + len(requests) > self.max_waiting:
                 raise QueueFull(f"{len(self.waiting)} requests are waiting; the queue holds {self.max_waiting}")
             for request in requests:
-                if request.arrival_time is not None:
-                    raise UserError("the request was submitted before; make a new one")
                 request.arrival_time, request.number = time.monotonic(), self.counts["requests"]
                 self.counts["requests"] += 1
                 if request.cancelled or output_limit(request, self.model.config) == 0:
@@ -1573,7 +1591,7 @@ class ContinuousBatchingScheduler:
 
     def start(self):
         """Run steps in a thread whenever there is work."""
-        with self.changed:
+        with self.lifecycle:
             if self.thread is None:
                 self.stopping = False
                 self.thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
@@ -1581,16 +1599,17 @@ class ContinuousBatchingScheduler:
 
     def stop(self):
         """End the thread after the step that is running, and every open request with reason "abort"."""
-        with self.changed:
-            self.stopping, thread = True, self.thread
-            self.changed.notify_all()
-        if thread:
-            thread.join()
-        with self.changed:
+        with self.lifecycle:
+            with self.changed:
+                self.stopping = True
+                self.changed.notify_all()
+            if self.thread:
+                self.thread.join()
             self.thread = None
-            for request in [*self.running, *self.waiting]:
-                self._finish(request, "abort")
-            self.waiting.clear()
+            with self.stepping, self.changed:
+                for request in [*self.running, *self.waiting]:
+                    self._finish(request, "abort")
+                self.waiting.clear()
 
     @property
     def running(self):
@@ -1609,10 +1628,15 @@ class ContinuousBatchingScheduler:
 
     def step(self):
         """Admit, one forward pass for all, sample, emit. -> whether there was anything to do."""
+        with self.stepping:
+            return self._step()
+
+    def _step(self):
         with self.changed:
-            for request in self.running:
+            for request in [*self.running, *self.waiting]:
                 if request.cancelled:
                     self._finish(request, "abort")
+            self.waiting = collections.deque(r for r in self.waiting if not r.cancelled)
             self._admit()
         guesses = self._guess()
         with self.changed:
@@ -1635,9 +1659,10 @@ class ContinuousBatchingScheduler:
         while self.waiting and None in self.slots:
             request, size = self.waiting[0], self.cache.page_size
             ids, leader, table = request.ids, request.leader, PageTable(self.cache)
-            if leader and leader.table and leader.table.length < len(leader.prompt_ids):
+            leads = leader and leader.table and leader.table.cache is self.cache
+            if leads and leader.table.length < len(leader.prompt_ids):
                 return  # its prompt is being computed, and is shared once it is
-            if leader and leader.table:
+            if leads:
                 table.share(leader.table.pages[:(len(request.prompt_ids) - 1) // size])
             elif self.prefix_cache:
                 table.match(ids[:-1])                                # at least one token is computed
@@ -1749,6 +1774,8 @@ class ContinuousBatchingScheduler:
     def _finish(self, request, reason, error=None):
         with self.changed:
             self._leave(request)
+            if self.draft and self.draft.request is request:
+                self.draft.release()
             request.finish_reason, request.error, request.finish_time = reason, error, time.monotonic()
             self.counts["finished"] += 1
         request.output_queue.put(None)
@@ -2011,7 +2038,7 @@ class Replay(Speculator):
     """Knows the text: guesses that cost nothing and are always right, the most that speculation can give."""
 
     def __init__(self, text, tokens):
-        self.text, self.tokens, self.proposed, self.accepted = text, tokens, 0, 0
+        self.text, self.tokens, self.kv, self.proposed, self.accepted = text, tokens, Recompute(), 0, 0
 
     def check(self, target):
         pass
