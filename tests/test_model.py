@@ -201,6 +201,12 @@ def test_attention_kernel_keeps_nan_and_survives_large_scores():
     kv.reserve(1, 1, 64)
     assert torch.isfinite(kv.attend(0, q, q, q, 1.0)).all()                   # exp of the score alone overflows
     assert torch.isnan(kv.attend(0, q * float("nan"), q, q, 1.0)).all()
+    kv = model.new_kv()
+    kv.reserve(1, 3, 64)
+    kv.attend(0, *[q.expand(1, 4, 3, 12)] * 3, 1.0)
+    kv.advance()
+    kv.reserve(1, 1, 64)                                                      # the largest score is not the last
+    torch.testing.assert_close(kv.attend(0, q, -q, -q, 1.0), q)
 
 
 def test_decode_allocates_nothing_that_grows(tiny_models):

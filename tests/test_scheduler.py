@@ -125,6 +125,17 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(tiny, solo):
         assert [drain(r) for r in requests[::-1]] == solo[style]
 
 
+def test_preempted_requests_wait_at_the_front(tiny):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, page_size=4, max_pages=12), 2, prefix_cache=False)
+    old, young, late = (Request([n] * 14, params(max_tokens=20)) for n in (1, 2, 3))
+    scheduler.submit(old, young, late)
+    while not young.preemptions:
+        assert scheduler.step()
+    assert list(scheduler.waiting) == [young, late] and scheduler.running == [old]
+    run(scheduler)
+    assert old.finish_time < young.finish_time and young.scheduled_time < late.scheduled_time
+
+
 # --- steps
 
 def test_one_pass_a_step_and_long_prompts_in_chunks(tiny, monkeypatch):
