@@ -1114,6 +1114,7 @@ class SamplingParams:
     ignore_eos          the end-of-text token does not end the text
     stop                a string or several: the text ends before the first of them
     logprobs            0 to 20: log probabilities of the chosen token and of that many most likely ones
+    prompt_logprobs     the same for each prompt token after the first; the prompt is then computed in full
     """
 
     temperature: float = 1.0
@@ -1130,6 +1131,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: str | tuple = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         check_number("temperature", self.temperature, Real, 0)
@@ -1143,7 +1145,8 @@ class SamplingParams:
         check_number("max_tokens", self.max_tokens, Integral, 0, optional=True)
         longest = math.inf if self.max_tokens is None else self.max_tokens
         check_number("min_tokens", self.min_tokens, Integral, 0, longest)
-        check_number("logprobs", self.logprobs, Integral, 0, 20, optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            check_number(name, getattr(self, name), Integral, 0, 20, optional=True)
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -1187,6 +1190,7 @@ class Request:
 
     output_queue        token ids as they come, then None (when a scheduler runs it)
     output_ids          all of them; logprobs: a TokenLogprobs each, where asked for
+    prompt_logprobs     a TokenLogprobs for each prompt token after the first, where asked for, before any output
     finish_reason       "stop" (end of text, stop string), "length" (max_tokens, context), "abort", "error"; see `error`
     arrival_time, scheduled_time, token_times, finish_time     seconds of time.monotonic(); None until then
     cached_tokens       prompt tokens whose keys and values were found in the prefix cache
@@ -1199,6 +1203,7 @@ class Request:
                             f"{type(prompt_ids).__name__} and {type(params).__name__}")
         self.prompt_ids, self.params, self.leader = list(prompt_ids), params or SamplingParams(), leader
         self.output_ids, self.logprobs, self.finish_reason, self.error = [], [], None, None
+        self.prompt_logprobs = []
         seed = secrets.randbits(63) if self.params.seed is None else int(self.params.seed)
         self.key = seed % 2**64
         self.text = TextStream(self.params.stop, self.params.min_tokens) if self.params.stop else None
@@ -1210,10 +1215,10 @@ class Request:
 
     @classmethod
     def samples(cls, prompt_ids, params, n):
-        """n requests for one prompt. Each has its own random stream: seed, seed + 1, ..."""
+        """n requests for one prompt, which the first scores. Each has its own random stream: seed, seed + 1, ..."""
         seeds = [None if params.seed is None else (params.seed + i + 2**63) % 2**64 - 2**63 for i in range(n)]
-        first = cls(prompt_ids, replace(params, seed=seeds[0]))
-        return [first] + [cls(prompt_ids, replace(params, seed=seed), leader=first) for seed in seeds[1:]]
+        first, others = cls(prompt_ids, replace(params, seed=seeds[0])), replace(params, prompt_logprobs=None)
+        return [first] + [cls(prompt_ids, replace(others, seed=seed), leader=first) for seed in seeds[1:]]
 
     @property
     def ids(self):
@@ -1223,6 +1228,20 @@ class Request:
         """Two numbers of 32 bits that determine the next token's noise: a function of seed and output length alone."""
         bits = int(np.random.Philox(key=self.key, counter=len(self.output_ids)).random_raw())
         return [(bits & 0xFFFFFFFF) - 2**31, (bits >> 32) - 2**31]
+
+    @property
+    def unscored(self):
+        """How many prompt tokens are still to be scored."""
+        return 0 if self.params.prompt_logprobs is None else len(self.prompt_ids) - 1 - len(self.prompt_logprobs)
+
+    def score(self, logits, stored):
+        """Take log probabilities of prompt tokens from logits (n, V) at positions stored, stored + 1, ..."""
+        known = len(self.prompt_logprobs)                            # more than are stored, after a preemption
+        logits = logits[known - stored:]
+        tokens = self.prompt_ids[known + 1:][:len(logits)]
+        if not logits[:len(tokens)].isfinite().all():
+            raise FloatingPointError("the logits hold NaN or infinity")
+        self.prompt_logprobs += token_logprobs(logits, tokens, [self.params.prompt_logprobs] * len(tokens))
 
     def checks(self, guesses):
         """This request as it is, and as it will be after each guess: a row for `sample` each."""
@@ -1277,7 +1296,7 @@ def sample(logits, requests, eos_token_id=None):
             probs[rows] = truncate(probs[rows], tokens[rows], [params[i] for i in rows])
         tokens = torch.where(temperature[:, 0] == 0, tokens, draw(probs, [r.noise_key() for r in requests]))
     tokens = tokens.tolist()
-    return tokens, token_logprobs(logits, tokens, params)
+    return tokens, token_logprobs(logits, tokens, [p.logprobs for p in params])
 
 
 def process_logits(logits, requests, eos_token_id):
@@ -1366,14 +1385,15 @@ def exponential_noise(keys, V, device=None):
     return -torch.log1p(-uniform.clamp(max=1 - 2**-24))
 
 
-def token_logprobs(logits, tokens, params):
-    """A TokenLogprobs for each row whose params ask for it, else None."""
-    rows = [i for i, p in enumerate(params) if p.logprobs is not None]
-    found = [None] * len(params)
-    for i, logprobs in zip(rows, torch.log_softmax(logits[rows], dim=-1) if rows else ()):
-        top = logprobs.topk(min(params[i].logprobs, logprobs.shape[0]))
-        found[i] = TokenLogprobs(tokens[i], logprobs[tokens[i]].item(),
-                                dict(zip(top.indices.tolist(), top.values.tolist())))
+def token_logprobs(logits, tokens, counts):
+    """A TokenLogprobs for each row of logits (B, V), with the `counts` most likely tokens; None where that is None."""
+    found = [None] * len(counts)
+    for i, count in enumerate(counts):
+        if count is not None:
+            logprobs = torch.log_softmax(logits[i].float(), dim=-1)
+            top = logprobs.topk(min(count, logprobs.shape[0]))
+            found[i] = TokenLogprobs(tokens[i], logprobs[tokens[i]].item(),
+                                    dict(zip(top.indices.tolist(), top.values.tolist())))
     return found
 
 
@@ -1420,18 +1440,27 @@ def output_limit(request, config):
     return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
 
 
+def ended(request, config):
+    """Whether nothing is left to do for the request: it has a finish reason, or gets one here since it asks nothing."""
+    if not request.finish_reason and not request.unscored and output_limit(request, config) == 0:
+        request.finish_reason = "length"
+    return bool(request.finish_reason)
+
+
 def run_request(model, request, draft=None):
     kv, device = model.new_kv(), model.wte.weight.device
-    if output_limit(request, model.config) == 0:
-        request.finish_reason = "length"
     try:
-        while not request.finish_reason:
+        while not ended(request, model.config):
             guesses = draft.guess(request, model.config) if draft else []
             # Feed what is not stored yet: without a cache that is everything, with one the last token.
             ids = torch.tensor([request.ids[kv.length:] + guesses]).to(device)
-            logits = model(ids, kv, keep=slice(-1 - len(guesses), None))[0]
-            sampled = sample(logits, request.checks(guesses), model.config.eos_token_id)
-            yield from take_tokens(request, *sampled, guesses, model.config, draft)
+            wanted = ids.shape[1] if request.unscored else 1 + len(guesses)
+            logits = model(ids, kv, keep=slice(-wanted, None))[0]
+            if request.unscored:
+                request.score(logits, 0)
+            if output_limit(request, model.config):
+                sampled = sample(logits[-1 - len(guesses):], request.checks(guesses), model.config.eos_token_id)
+                yield from take_tokens(request, *sampled, guesses, model.config, draft)
             kv.truncate(len(request.ids) - 1)
         return request.finish_reason
     finally:
@@ -1532,9 +1561,11 @@ class ContinuousBatchingScheduler:
     model: a GPT2Paged or any model with its `cache`, `new_kv(tables, counts)` and `pack_weights`.
     prefix_cache: keep full pages and find them again for prompts that begin alike.
     draft: a Speculator, used while a single request is running.
+    on_finish: called with each request that has ended, in the thread that ended it; it must be quick.
     """
 
-    def __init__(self, model, max_batch_size=8, max_waiting=1024, prefill_chunk=128, prefix_cache=True, draft=None):
+    def __init__(self, model, max_batch_size=8, max_waiting=1024, prefill_chunk=128, prefix_cache=True, draft=None,
+                 on_finish=None):
         check_number("max_batch_size", max_batch_size, Integral, 1)
         check_number("max_waiting", max_waiting, Integral, 1)
         check_number("prefill_chunk", prefill_chunk, Integral, 1)
@@ -1543,7 +1574,7 @@ class ContinuousBatchingScheduler:
         if max_batch_size > FEW_ROWS_PACKED:
             model.pack_weights()
         self.model, self.cache, self.draft, self.prefix_cache = model, model.cache, draft, prefix_cache
-        self.max_waiting, self.prefill_chunk = max_waiting, prefill_chunk
+        self.max_waiting, self.prefill_chunk, self.on_finish = max_waiting, prefill_chunk, on_finish
         self.waiting, self.slots = collections.deque(), [None] * max_batch_size
         self.changed, self.thread, self.stopping = threading.Condition(), None, False
         self.lifecycle, self.stepping = threading.Lock(), threading.Lock()    # one start or stop, one step at a time
@@ -1567,8 +1598,8 @@ class ContinuousBatchingScheduler:
             for request in requests:
                 request.arrival_time, request.number = time.monotonic(), self.counts["requests"]
                 self.counts["requests"] += 1
-                if request.cancelled or output_limit(request, self.model.config) == 0:
-                    self._finish(request, "abort" if request.cancelled else "length")
+                if request.cancelled or ended(request, self.model.config):
+                    self._finish(request, "abort" if request.cancelled else request.finish_reason)
                 else:
                     self.waiting.append(request)
             self.changed.notify_all()
@@ -1644,14 +1675,14 @@ class ContinuousBatchingScheduler:
         if not rows:
             return False
         self.counts["steps"] += 1
+        wanted = [self._wanted(*row) for row in rows]
         try:
-            logits = self._forward(rows)
+            logits = self._forward(rows, wanted)
         except Exception as err:
             for request, _, _ in rows:
                 self._finish(request, "error", err)
         else:
-            # A prompt of which more is to come is not sampled yet.
-            self._emit([(r, g) for r, _, g in rows if r.table.length == len(r.ids) + len(g)], logits)
+            self._emit(*self._score(rows, logits, wanted))
         return True
 
     def _admit(self):
@@ -1659,13 +1690,13 @@ class ContinuousBatchingScheduler:
         while self.waiting and None in self.slots:
             request, size = self.waiting[0], self.cache.page_size
             ids, leader, table = request.ids, request.leader, PageTable(self.cache)
-            leads = leader and leader.table and leader.table.cache is self.cache
+            leads = leader and leader.table and leader.table.cache is self.cache and not request.unscored
             if leads and leader.table.length < len(leader.prompt_ids):
                 return  # its prompt is being computed, and is shared once it is
             if leads:
                 table.share(leader.table.pages[:(len(request.prompt_ids) - 1) // size])
-            elif self.prefix_cache:
-                table.match(ids[:-1])                                # at least one token is computed
+            elif self.prefix_cache:  # at least one token is computed, and all that are to be scored
+                table.match(ids[:len(request.prompt_logprobs) if request.unscored else -1])
             # A page to spare for each that is running, or the newcomer would be preempted in the next steps.
             spare = size * sum(slot is not None for slot in self.slots)
             try:
@@ -1722,17 +1753,41 @@ class ContinuousBatchingScheduler:
                 if youngest is request:
                     return False
 
-    def _forward(self, rows):
-        """One pass over the new tokens of all rows, end to end -> logits (rows that are sampled, V)."""
+    def _wanted(self, request, count, guesses):
+        """How many of a row's last logits are needed: none of a prompt of which more is to come, but to score it."""
+        if request.unscored:
+            return count
+        return 1 + len(guesses) if request.table.length + count == len(request.ids) else 0
+
+    def _forward(self, rows, wanted):
+        """One pass over the new tokens of all rows, end to end -> logits (sum of wanted, V)."""
         ids, keep = [], []
-        for request, count, guesses in rows:
+        for (request, count, guesses), last in zip(rows, wanted):
             stored = request.table.length
             ids += request.ids[stored:stored + count] + guesses
-            if stored + count == len(request.ids):
-                keep += range(len(ids) - 1 - len(guesses), len(ids))
+            keep += range(len(ids) - last, len(ids))
         kv = self.model.new_kv([r.table for r, _, _ in rows], [count + len(guesses) for _, count, guesses in rows])
         device = self.model.wte.weight.device
         return self.model(torch.tensor([ids]).to(device), kv, keep=torch.tensor(keep, dtype=torch.long).to(device))[0]
+
+    def _score(self, rows, logits, wanted):
+        """Log probabilities of prompts -> the rows to sample, (request, guesses) each, and their logits."""
+        ready, keep = [], []
+        for (request, count, guesses), end, last in zip(rows, itertools.accumulate(wanted), wanted):
+            if request.unscored:
+                try:
+                    request.score(logits[end - last:end], request.table.length - count)
+                except Exception as err:
+                    self._finish(request, "error", err)
+                    continue
+            if request.table.length < len(request.ids) + len(guesses):
+                continue
+            if ended(request, self.model.config):
+                self._finish(request, request.finish_reason)
+            else:
+                ready.append((request, guesses))
+                keep += range(end - 1 - len(guesses), end)
+        return ready, logits if len(keep) == len(logits) else logits[keep]
 
     def _emit(self, rows, logits):
         """Sample all rows together, and hand out each row's next token or tokens."""
@@ -1778,6 +1833,8 @@ class ContinuousBatchingScheduler:
                 self.draft.release()
             request.finish_reason, request.error, request.finish_time = reason, error, time.monotonic()
             self.counts["finished"] += 1
+        if self.on_finish:
+            self.on_finish(request)
         request.output_queue.put(None)
 
     def _loop(self):

@@ -736,3 +736,97 @@ def test_sampled_speculation_has_the_targets_distribution():
     freedom = often.sum()
     assert 0.1 < speculator.acceptance < 0.95
     assert chi < freedom + 4 * (2 * freedom) ** 0.5                            # mean and deviation of chi-square
+
+
+# --- scores of prompts
+
+@pytest.fixture(scope="module")
+def scores(tiny_models):
+    """Natural log probabilities of PROMPTS[6] by the oracle, (position, V): the row before a token scores it."""
+    return torch.log_softmax(tiny_models[engine.GPT2](torch.tensor([PROMPTS[6]]))[0], dim=-1)
+
+
+def check_scores(request, scores):
+    found = request.prompt_logprobs
+    assert [t.token for t in found] == request.prompt_ids[1:]
+    expected = scores[range(len(found)), [t.token for t in found]]
+    close = dict(atol=1e-3, rtol=0)  # logits reach 19, and 101 tokens at once are summed in another order than one
+    torch.testing.assert_close(torch.tensor([t.logprob for t in found]), expected, **close)
+    for row, scored in zip(scores, found):
+        assert len(scored.top) == request.params.prompt_logprobs
+        values = torch.tensor(list(scored.top.values()))
+        torch.testing.assert_close(values, row.topk(len(values)).values, **close)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("variant", [engine.GPT2, engine.GPT2Cached, engine.GPT2Paged])
+def test_generate_scores_the_prompt(tiny_models, scores, variant, max_tokens):
+    request = Request(PROMPTS[6], params(temperature=0, max_tokens=max_tokens, prompt_logprobs=2))
+    tokens, reason = run_to_end(generate(tiny_models[variant], request))
+    assert (len(tokens), reason) == (max_tokens, "length")
+    check_scores(request, scores)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 128])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_scheduler_scores_prompts_in_chunks_and_behind_the_prefix_cache(tiny, scores, solo, chunk, max_tokens):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny), max_batch_size=2, prefill_chunk=chunk)
+    plain, scoring = params(temperature=0), params(temperature=0, max_tokens=max_tokens, prompt_logprobs=3)
+    requests = [Request(PROMPTS[6], plain), *Request.samples(PROMPTS[6], scoring, 2), Request(PROMPTS[5], plain)]
+    scheduler.submit(requests[0])
+    while not requests[0].output_ids:
+        scheduler.step()
+    scheduler.submit(*requests[1:])                                  # the whole prompt is known by now
+    while scheduler.step():
+        check_pages(scheduler)
+    check_scores(requests[1], scores)
+    assert not requests[2].prompt_logprobs and [r.finish_reason for r in requests] == ["length"] * 4
+    assert requests[1].output_ids == requests[2].output_ids == solo["greedy"][6][:max_tokens]
+    assert requests[0].output_ids == solo["greedy"][6] and requests[3].output_ids == solo["greedy"][5]
+
+
+def test_scores_outlive_preemption(tiny, scores):
+    """A request that is thrown out half way is computed again, and each of its tokens is scored once."""
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=16), max_batch_size=2, prefill_chunk=16)
+    first = Request(PROMPTS[5], params(temperature=0, max_tokens=150))
+    second = Request(PROMPTS[6], params(temperature=0, max_tokens=40, prompt_logprobs=1))
+    scheduler.submit(first, second)
+    while second.unscored != 36:  # in the middle of its prompt
+        scheduler.step()
+    scheduler._leave(second)
+    scheduler.waiting.appendleft(second)
+    while scheduler.step():
+        check_pages(scheduler)
+    check_scores(second, scores)
+    assert len(second.output_ids) == 40
+
+
+def test_one_request_whose_scores_are_nan_fails_alone(tiny, solo, monkeypatch):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny), max_batch_size=2, prefill_chunk=200)
+    bad, good = Request(PROMPTS[4], params(prompt_logprobs=0)), Request(PROMPTS[5], params(temperature=0))
+    forward = scheduler._forward
+
+    def poisoned(rows, wanted):
+        logits = forward(rows, wanted)
+        if rows[0][0] is bad:
+            logits[2] = float("nan")
+        return logits
+
+    monkeypatch.setattr(scheduler, "_forward", poisoned)
+    scheduler.submit(bad, good)
+    while scheduler.step():
+        check_pages(scheduler)
+    assert bad.finish_reason == "error" and "NaN" in str(bad.error)
+    assert good.output_ids == solo["greedy"][5]
+
+
+def test_whoever_listens_hears_of_each_request_once(tiny):
+    ended = []
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny), max_batch_size=1, on_finish=ended.append)
+    requests = [Request(PROMPTS[1], params(max_tokens=n)) for n in (0, 3, 4)]
+    scheduler.submit(*requests)
+    scheduler.cancel(requests[2])
+    while scheduler.step():
+        pass
+    assert sorted(map(requests.index, ended)) == [0, 1, 2]
+    assert [r.finish_reason for r in requests] == ["length", "length", "abort"]
