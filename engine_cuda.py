@@ -364,3 +364,106 @@ def paged_attention_twin(q, k_pool, v_pool, page_table, lengths, page_size, scal
             k, v = k_pool[:, slots][None], v_pool[:, slots][None]
             out[row] = engine.attention(q[row][None, :, None], k, v, scale)[0, :, 0]
     return out
+
+
+# ---------------------------------------------------------------------------------------------------
+# Products of few rows: each weight is read once, so what stands around the product is done on the way.
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu_new":  # 0.5 (1 + tanh u) is the sigmoid of 2 u
+        x = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        x = tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit
+def _linear_kernel(x_ptr, weight, bias, norm_weight, norm_bias, residual, out_ptr, eps, rows, N,
+                   K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   WIDTH: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+                   RESIDUAL: tl.constexpr):
+    """BLOCK_N outputs of all rows: activation(LayerNorm(x) weight^T + bias) + residual, sums in float32.
+
+    x (rows, K), weight (N, K), out and residual (rows, N), all contiguous; WIDTH is K's power of 2.
+    """
+    m, n = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, wide = (m < rows)[:, None], n.to(tl.int64)
+    if NORM:
+        all_k = tl.arange(0, WIDTH)
+        x = tl.load(x_ptr + m[:, None] * K + all_k[None, :], mask=row & (all_k < K)[None, :], other=0.0).to(tl.float32)
+        mean = tl.sum(x, 1) / K
+        off = tl.where((all_k < K)[None, :], x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(off * off, 1) / K + eps)
+    acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), tl.float32)
+    for k_lo in tl.static_range(0, K, BLOCK_K):
+        k = k_lo + tl.arange(0, BLOCK_K)
+        w = tl.load(weight + wide[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=row & (k < K)[None, :], other=0.0)
+        if NORM:
+            gain, shift = tl.load(norm_weight + k, mask=k < K, other=0.0), tl.load(norm_bias + k, mask=k < K, other=0.0)
+            normed = (x.to(tl.float32) - mean[:, None]) * rstd[:, None] * gain[None, :].to(tl.float32)
+            x = (normed + shift[None, :].to(tl.float32)).to(x.dtype)
+        acc += x.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+    out = tl.sum(acc, 2)                                                               # (ROWS, BLOCK_N)
+    at, inside = m[:, None] * N + wide[None, :], row & (n < N)[None, :]
+    if BIAS:
+        out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    out = _activate(out, ACTIVATION)
+    if RESIDUAL:
+        out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, out, mask=inside)
+
+
+FUSED_ROWS = 8  # up to how many rows the fused kernel is faster than cuBLAS with the parts around it
+
+
+def fused_linear(x, linear, norm=None, activation="", residual=None, dtype=None):
+    """activation(LayerNorm(x) weight^T + bias) + residual: x (..., in) -> (..., out), one kernel where rows are few.
+
+    linear: an engine.Linear; norm: a nn.LayerNorm or None; activation: a name of engine.ACTIVATIONS or "";
+    residual (..., out) or None; dtype: the result's, x's by default.
+    """
+    N, K = linear.weight.shape
+    rows = x.numel() // K
+    if rows > FUSED_ROWS or not uses_kernels(x):
+        return linear_twin(x, linear, norm, activation, residual, dtype)
+    x = x.contiguous()
+    out = torch.empty(*x.shape[:-1], N, dtype=dtype or x.dtype, device=x.device)
+    BLOCK_N, BLOCK_K, warps = linear_config(N, K)
+    _linear_kernel[(triton.cdiv(N, BLOCK_N),)](
+        x, linear.weight, linear.bias, norm and norm.weight, norm and norm.bias,
+        None if residual is None else residual.contiguous(), out, norm.eps if norm else 0.0, rows, N, K,
+        triton.next_power_of_2(rows), BLOCK_N, min(BLOCK_K, power_of_2(K)), power_of_2(K), linear.bias is not None,
+        norm is not None, activation, residual is not None, num_warps=warps)
+    return out
+
+
+def linear_config(N, K):
+    """(BLOCK_N, BLOCK_K, warps): some 200 programs, so that each processor has one or two."""
+    return (4 if N <= 1024 else 16), 512, 4
+
+
+def linear_twin(x, linear, norm=None, activation="", residual=None, dtype=None):
+    x = linear(norm(x) if norm else x)
+    x = engine.ACTIVATIONS[activation](x) if activation else x
+    return (x if residual is None else x + residual).to(dtype or x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sampling. What a row asks for stands in its record; the meaning and the random numbers are engine.sample's.
+
+@triton.jit
+def _noise(token, first, second):
+    """engine.exponential_noise: exponentially distributed, a hash of token and key."""
+    x = token.to(tl.uint32) * 0x9E3779B9 + first
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= (x >> 15) ^ second
+    x *= 0x846CA68B
+    x ^= x >> 16
+    u = tl.minimum(((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 1 - 5.960464477539063e-08)
+    w = 1 - u                                                        # log1p(-u) without its loss of digits
+    return tl.where(w == 1, u, -tl.log(w) * u / (1 - w))
