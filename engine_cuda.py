@@ -12,6 +12,8 @@ which the tests compare it with and which runs in its place on a machine without
 import functools
 import math
 import os
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -467,3 +469,467 @@ def _noise(token, first, second):
     u = tl.minimum(((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 1 - 5.960464477539063e-08)
     w = 1 - u                                                        # log1p(-u) without its loss of digits
     return tl.where(w == 1, u, -tl.log(w) * u / (1 - w))
+
+
+# What one row's step is about, as the GPU gets it: a line of these 32-bit fields, then the row's page ids.
+RECORD = np.dtype([(name, kind) for kind, names in (
+    (np.int32, "slot length token key key2 top_k flags"),
+    (np.float32, "temperature top_p min_p repetition frequency presence")) for name in names.split()])
+SLOT, LENGTH, TOKEN = 0, 1, 2
+FIELDS = len(RECORD.names)
+BIASED, PENALISED, EARLY = 1, 2, 4                                   # flags; early: before min_tokens
+
+
+@triton.jit
+def _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency, presence):
+    """The logits of some tokens after bias, minimum length and penalties; -inf beyond the vocabulary."""
+    z = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    z += tl.load(bias + token, mask=token < V * (flags % 2), other=0.0)
+    z = tl.where((token == eos) & (flags >= 4), -float("inf"), z)
+    seen = tl.load(counts + token, mask=token < V * (flags // 2 % 2), other=0)         # output + 65536 if in the prompt
+    penalised = tl.where(z > 0, z / repetition, z * repetition)
+    z = tl.where(seen > 0, tl.minimum(tl.maximum(penalised, -3.4028234e38), 3.4028234e38), z)
+    made = seen % 65536
+    return tl.where(made > 0, z - (made * frequency + presence), z)
+
+
+@triton.jit
+def _weight(p, bits, least, MASS: tl.constexpr):
+    """What counts towards a target, of the tokens whose probability has at least these bits: mass or number."""
+    return tl.where(bits >= least, p if MASS else tl.full(p.shape, 1.0, tl.float32), 0.0)
+
+
+@triton.jit
+def _keep_most(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """Zeroes all but the most likely tokens that together reach the target, a mass or a number of tokens.
+
+    The bits of positive floats order as they do, so the least one kept is found two bits a pass. Of equally likely
+    ones the first are kept.
+    """
+    cut = 0
+    for shift in tl.static_range(28, -1, -2):
+        one, two, three = (tl.zeros((BLOCK,), tl.float32) for _ in tl.static_range(3))
+        for lo in tl.range(0, V, BLOCK):
+            token = lo + tl.arange(0, BLOCK)
+            p = tl.load(probs + token, mask=token < V, other=0.0)
+            bits = p.to(tl.int32, bitcast=True)
+            one += _weight(p, bits, cut + (1 << shift), MASS)
+            two += _weight(p, bits, cut + (2 << shift), MASS)
+            three += _weight(p, bits, cut + (3 << shift), MASS)
+        cut += ((tl.sum(one) >= target).to(tl.int32) + (tl.sum(two) >= target).to(tl.int32)
+                + (tl.sum(three) >= target).to(tl.int32)) << shift
+    above = tl.zeros((BLOCK,), tl.float32)
+    for lo in tl.range(0, V, BLOCK):
+        token = lo + tl.arange(0, BLOCK)
+        p = tl.load(probs + token, mask=token < V, other=0.0)
+        above += _weight(p, p.to(tl.int32, bitcast=True), cut + 1, MASS)
+    least = cut.to(tl.float32, bitcast=True)
+    equals = tl.ceil((target - tl.sum(above)) / (tl.maximum(least, 1e-38) if MASS else 1.0))
+    before = 0
+    for lo in tl.range(0, V, BLOCK):
+        token = lo + tl.arange(0, BLOCK)
+        p = tl.load(probs + token, mask=token < V, other=0.0)
+        equal = ((p == least) & (token < V)).to(tl.int32)
+        kept = (p > least) | ((equal == 1) & (before + tl.cumsum(equal, 0) <= tl.maximum(equals, 1)))
+        tl.store(probs + token, tl.where(kept, p, 0.0), mask=token < V)
+        before += tl.sum(equal)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _sample_kernel(logits, records, last_token, counts, bias, probs, out_ptr, eos, stride_logits, stride_records,
+                   V: tl.constexpr, BLOCK: tl.constexpr):
+    """One row's next token; -1 where its largest logit is not finite."""
+    row = tl.program_id(0).to(tl.int64)
+    records += row * stride_records
+    slot, first, second = tl.load(records).to(tl.int64), tl.load(records + 3), tl.load(records + 4)
+    top_k, flags = tl.load(records + 5), tl.load(records + 6)
+    temperature = tl.load(records + 7).to(tl.float32, bitcast=True)
+    top_p, min_p = (tl.load(records + i).to(tl.float32, bitcast=True) for i in tl.static_range(8, 10))
+    repetition, frequency, presence = (tl.load(records + i).to(tl.float32, bitcast=True) for i in tl.static_range(10, 13))
+    logits += row * stride_logits
+    probs += row * V
+    counts += slot * V
+    bias += slot * V
+    best, best_at, nans = tl.full((BLOCK,), -float("inf"), tl.float32), tl.zeros((BLOCK,), tl.int32), 0
+    for lo in tl.range(0, V, BLOCK):
+        token = lo + tl.arange(0, BLOCK)
+        z = _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency, presence)
+        nans += tl.sum((z != z).to(tl.int32))
+        best_at = tl.where(z > best, token, best_at)
+        best = tl.where(z > best, z, best)
+    largest = tl.max(best, 0)
+    chosen = tl.min(tl.where(best == largest, best_at, V), 0)        # of equal ones the first
+    good = (nans == 0) & (tl.abs(largest) < float("inf"))
+    if good & (temperature > 0):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for lo in tl.range(0, V, BLOCK):
+            token = lo + tl.arange(0, BLOCK)
+            z = _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency, presence)
+            p = tl.exp((z - largest) / temperature)
+            p = tl.where(p >= min_p, p, 0.0)
+            tl.store(probs + token, p, mask=token < V)
+            total += p
+        tl.debug_barrier()
+        if top_k < V:
+            _keep_most(probs, top_k.to(tl.float32), V, BLOCK, False)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for lo in tl.range(0, V, BLOCK):
+                token = lo + tl.arange(0, BLOCK)
+                total += tl.load(probs + token, mask=token < V, other=0.0)
+        if top_p < 1:
+            _keep_most(probs, top_p * tl.sum(total), V, BLOCK, True)
+        best, best_at = tl.full((BLOCK,), -1.0, tl.float32), tl.zeros((BLOCK,), tl.int32)
+        for lo in tl.range(0, V, BLOCK):
+            token = lo + tl.arange(0, BLOCK)
+            p = tl.load(probs + token, mask=token < V, other=0.0)
+            score = tl.where(token < V, p / _noise(token, first.to(tl.uint32, bitcast=True),
+                                                   second.to(tl.uint32, bitcast=True)), -1.0)
+            best_at = tl.where(score > best, token, best_at)
+            best = tl.where(score > best, score, best)
+        chosen = tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
+    if good & (flags // 2 % 2 == 1):
+        tl.store(counts + chosen, tl.load(counts + chosen) + 1)
+    tl.store(last_token + slot, chosen)
+    tl.store(out_ptr + row, tl.where(good, chosen, -1))
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """What the sampler keeps on the device between steps, a line for each of a scheduler's slots.
+
+    last_token (slots) int32; counts (slots, V) int32: how often a token stands in the output, + 65536 if it does
+    in the prompt; bias (slots, V) float32. Lines of counts and bias are valid where a record's flags say so.
+    """
+
+    last_token: torch.Tensor
+    counts: torch.Tensor
+    bias: torch.Tensor
+
+    @classmethod
+    def new(cls, slots, V, device):
+        return cls(torch.zeros(slots, dtype=torch.int32, device=device),
+                   torch.zeros(slots, V, dtype=torch.int32, device=device), torch.zeros(slots, V, device=device))
+
+    def load(self, slot, request):
+        """Take over a request's bias, and the tokens it has so far."""
+        device, params = self.counts.device, request.params
+        if params.logit_bias:
+            values = np.array(list(params.logit_bias.values()), np.float32).view(np.int32)
+            ids, values = upload([np.array(list(params.logit_bias)), values], device)
+            self.bias[slot].zero_()[ids] = values.view(torch.float32)
+        if params.penalises:
+            output, prompt = upload([np.array(request.output_ids, int), np.array(request.prompt_ids)], device)
+            counts = self.counts[slot].zero_().index_add_(0, output, torch.ones_like(output))
+            counts[prompt] += 65536                                  # once, however often it stands there
+
+
+def sample(logits, records, state, eos):
+    """engine.sample on the device: logits (B, V) and a record a row -> token ids (B) int32, -1 for a failed row.
+
+    The tokens are also noted in `state`: the next step may begin before anybody has read them.
+    """
+    B, V = logits.shape
+    if not uses_kernels(logits):
+        return sample_twin(logits, records, state, eos)
+    out = torch.empty(B, dtype=torch.int32, device=logits.device)
+    probs = torch.empty(B, V, dtype=torch.float32, device=logits.device)
+    BLOCK = min(8192, power_of_2(V))
+    _sample_kernel[(B,)](logits, records, state.last_token, state.counts, state.bias, probs, out, eos,
+                         logits.stride(0), records.stride(0), V, BLOCK, num_warps=BLOCK // 512 or 1)
+    return out
+
+
+def sample_twin(logits, records, state, eos):
+    V, fields = logits.shape[1], records[:, :FIELDS].contiguous().cpu().numpy().view(RECORD)[:, 0]
+    slots = torch.from_numpy(fields["slot"]).long()
+
+    def column(name):
+        return torch.from_numpy(fields[name].copy())[:, None]
+
+    flags, z = column("flags"), logits.float()
+    z = z + torch.where(flags & BIASED > 0, state.bias[slots], 0)
+    z[:, eos] = torch.where(flags[:, 0] & EARLY > 0, -math.inf, z[:, eos])
+    seen = torch.where(flags & PENALISED > 0, state.counts[slots], 0)
+    penalised = torch.where(z > 0, z / column("repetition"), z * column("repetition"))
+    z = torch.where(seen > 0, penalised.clamp(torch.finfo().min, torch.finfo().max), z)
+    z = torch.where(seen % 65536 > 0, z - (seen % 65536 * column("frequency") + column("presence")), z)
+    largest, tokens = z.max(-1)
+    good = largest.isfinite()
+    probs = torch.softmax((z - largest[:, None]) / column("temperature").clamp(1e-30), -1)
+    limits = [SimpleNamespace(**{name: line[name].item() for name in ("top_k", "top_p", "min_p")}) for line in fields]
+    rows = [i for i, p in enumerate(limits) if good[i] and (p.top_k < V or p.top_p < 1 or p.min_p > 0)]
+    if rows:
+        probs[rows] = engine.truncate(probs[rows], tokens[rows], [limits[i] for i in rows])
+    drawn = engine.draw(probs, torch.stack([column("key"), column("key2")], -1)[:, 0].tolist())
+    tokens = torch.where(column("temperature")[:, 0] > 0, drawn, tokens).int()
+    state.last_token[slots] = tokens
+    state.counts[slots, tokens.long()] += (good & (flags[:, 0] & PENALISED > 0)).int()
+    return torch.where(good, tokens, -1)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The model
+
+class FlashBlock(engine.Block):
+    """The same block, with what stands around each product done in one kernel with it."""
+
+    def forward(self, x, kv):
+        attn, mlp = self.attn, self.mlp
+        B, T, C = x.shape
+        qkv = fused_linear(x, attn.c_attn, self.ln_1).view(B, T, 3, attn.n_head, C // attn.n_head)
+        out = kv.attend(attn.layer, *qkv.permute(2, 0, 3, 1, 4), attn.scale)           # (B, H, T, D)
+        x = fused_linear(out.transpose(1, 2).reshape(B, T, C), attn.c_proj, residual=x)
+        hidden = fused_linear(x, mlp.c_fc, self.ln_2, self.activation)
+        return fused_linear(hidden, mlp.c_proj, residual=x)
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.activation = config.activation_function
+
+
+class FlashRecompute(engine.Recompute):
+    """Nothing is stored; all tokens go through the flash kernel."""
+
+    def attend(self, layer, q, k, v, scale):
+        return flash_attention(q, k, v, scale=scale)
+
+
+class FlashKV(engine.PagedKV):
+    """Some sequences of a pool on the GPU: prompts go through the flash kernel, single tokens through split keys."""
+
+    def _plan(self):
+        stored, pages, cache = [t.length for t in self.tables], [t.pages for t in self.tables], self.cache
+        BLOCK_M = flash_config(cache.k.shape[-1], cache.k.dtype, 0)[0]
+        self.rows = Rows(stored, self.new, pages, cache.page_size, BLOCK_M, cache.k.device)
+        return self.rows.positions
+
+    def attend(self, layer, q, k, v, scale):
+        (B, H, T, D), dtype, cache, rows = q.shape, q.dtype, self.cache, self.rows
+        q, k, v = (x.transpose(1, 2).reshape(B * T, H, D).to(cache.k.dtype) for x in (q, k, v))  # rows end to end
+        k_pool, v_pool = cache.k[layer], cache.v[layer]
+        if max(self.new) == 1:
+            out = paged_attention(q, k_pool, v_pool, rows.table, rows.positions, cache.page_size, scale, (k, v))
+        else:
+            store(k, v, k_pool, v_pool, rows.slots)
+            out = paged_flash_attention(q, k_pool, v_pool, rows, scale)
+        return out.view(B, T, H, D).transpose(1, 2).to(dtype)
+
+
+class DecodeKV(engine.Recompute):
+    """The rows of a decode step as their records tell, one new token each; a graph can be captured over it."""
+
+    def __init__(self, cache, records):
+        self.cache, self.table, self.lengths = cache, records[:, FIELDS:], records[:, LENGTH].contiguous()
+
+    def reserve(self, B, T, limit):
+        return self.lengths.clamp(min=0)[:, None]
+
+    def attend(self, layer, q, k, v, scale):
+        cache, dtype = self.cache, q.dtype
+        q, k, v = (x[:, :, 0].to(cache.k.dtype) for x in (q, k, v))                    # (B, H, D)
+        out = paged_attention(q, cache.k[layer], cache.v[layer], self.table, self.lengths, cache.page_size, scale, (k, v))
+        return out[:, :, None].to(dtype)
+
+
+class GPT2Flash(engine.GPT2Paged):
+    """GPT-2 on the GPU over the same pages: flash attention for prompts, split keys and CUDA graphs for decoding."""
+
+    block = FlashBlock
+
+    def forward(self, ids, kv=None, keep=slice(None)):
+        return super().forward(ids, FlashRecompute() if kv is None else kv, keep)
+
+    def head(self, x):
+        rows = x.shape[0] * x.shape[1]
+        if x.is_cuda and x.dtype != torch.float32 and rows > FUSED_ROWS:  # the sums' own float32, not rounded between
+            return torch.mm(self.ln_f(x).flatten(0, 1), self.lm_head.weight.t(), out_dtype=torch.float32).view(
+                *x.shape[:2], -1)
+        return fused_linear(x, self.lm_head, self.ln_f, dtype=torch.float32)
+
+    def new_kv(self, tables=None, counts=None):
+        return FlashKV(self.cache, tables, counts)
+
+    def new_runner(self, max_batch_size):
+        return FlashRunner(self, max_batch_size)
+
+
+class FlashRunner(engine.Runner):
+    """Runs a scheduler's steps on the GPU, one ahead of the host.
+
+    Decoding rows go through a CUDA graph of the next larger batch size, prompts through the model as it is; the
+    tokens are sampled on the device, which feeds them to the next step itself. Each row's step is told by a record.
+    """
+
+    ahead, prefill_chunk = 1, 8192
+
+    def __init__(self, model, max_batch_size):
+        super().__init__(model, max_batch_size)
+        config, cache = model.config, model.cache
+        self.device, slots = cache.k.device, max_batch_size + 1
+        V, most_pages = config.vocab_size, -(-config.n_positions // cache.page_size)
+        self.state = SamplerState.new(slots, V, self.device)
+        self.eos = config.eos_token_id if config.eos_token_id is not None and config.eos_token_id < V else -1
+        # A record for each slot, kept from step to step; the last is of a row that is not there.
+        self.records = np.zeros(slots, RECORD.descr + [("pages", np.int32, most_pages)])
+        self.records["slot"], self.records["length"] = np.arange(slots), -1
+        self.pages, self.min_tokens = np.zeros(slots, int), np.zeros(slots, int)
+        self.keys = np.zeros((slots, config.n_positions + 1, 2), np.int32)             # of the noise, by output length
+        self.loaded = [None] * slots
+        self.buckets = buckets(max_batch_size)
+        self.graphs = {}
+        if self.device.type == "cuda":
+            for rows in reversed(self.buckets):  # the largest first: the others find room in its memory
+                self._capture(rows)
+
+    def launch(self, rows):
+        if any(guesses or request.unscored for request, _, guesses in rows):
+            self.loaded = [None] * len(self.loaded)                  # tokens are made that the device does not note
+            return super().launch(rows)
+        decoding = [request for request, count, _ in rows if count == 1 == request.todo]
+        prefilling = [(request, count) for request, count, _ in rows if not count == 1 == request.todo]
+        parts = []
+        if decoding:
+            parts.append((decoding, *self._decode(self._records(decoding))))
+            for request in decoding:
+                request.table.length += 1
+        if prefilling:
+            parts.append(self._prefill(prefilling))
+        return self._results([part for part in parts if part[0]])
+
+    # --- records
+
+    def _records(self, requests):
+        """A record a request: what its step is about."""
+        slots, made = [r.slot for r in requests], np.array([len(r.output_ids) + r.pending for r in requests])
+        for request, slot in zip(requests, slots):
+            if self.loaded[slot] != (request, request.preemptions):
+                self._load(request, slot)
+            pages, known = request.table.pages, self.pages[slot]
+            if len(pages) > known:
+                self.records["pages"][slot, known:len(pages)] = pages[known:]
+                self.pages[slot] = len(pages)
+        records = self.records[slots]
+        records["length"] = [r.table.length for r in requests]
+        records["token"] = [-1 if r.pending else (r.output_ids or r.prompt_ids)[-1] for r in requests]
+        records["key"], records["key2"] = self.keys[slots, made].T
+        records["flags"] += EARLY * (made < self.min_tokens[slots])
+        return records
+
+    def _load(self, request, slot):
+        """A request new in this slot: its part of the record that stays."""
+        p, V = request.params, self.model.config.vocab_size
+        fields = dict(temperature=p.temperature, top_k=p.top_k if 0 < p.top_k < V else V, top_p=p.top_p, min_p=p.min_p,
+                      repetition=p.repetition_penalty, frequency=p.frequency_penalty, presence=p.presence_penalty,
+                      flags=BIASED * bool(p.logit_bias) + PENALISED * p.penalises)
+        for name, value in fields.items():
+            self.records[name][slot] = value
+        self.min_tokens[slot] = p.min_tokens if self.eos >= 0 else 0
+        if p.temperature:
+            self.keys[slot] = noise_keys(request.key, self.keys.shape[1])
+        self.state.load(slot, request)
+        self.pages[slot], self.loaded[slot] = 0, (request, request.preemptions)
+
+    def _on_device(self, records):
+        return upload([records.view(np.int32).reshape(len(records), -1)], self.device)[0]
+
+    # --- decoding
+
+    def _decode(self, records):
+        """One token of each record's row -> (tokens, logits)."""
+        rows = next(size for size in self.buckets if size >= len(records))
+        padded = self._on_device(np.concatenate([records, self.records[-1:].repeat(rows - len(records))]))
+        if rows in self.graphs:
+            graph, static, tokens, logits = self.graphs[rows]
+            static.copy_(padded)
+            graph.replay()
+        else:
+            tokens, logits = self._decode_step(padded)
+        return tokens[:len(records)], logits[:len(records)]
+
+    def _decode_step(self, records):
+        known, last = records[:, TOKEN], self.state.last_token[records[:, SLOT]]
+        ids = torch.where(known < 0, last, known)[:, None]
+        logits = self.model(ids, DecodeKV(self.model.cache, records))[:, -1]
+        return sample(logits, records, self.state, self.eos), logits
+
+    def _capture(self, rows):
+        """Record the kernels of a decode step of so many rows, to be launched as one from now on."""
+        records = self._on_device(self.records[-1:].repeat(rows))
+        self._decode_step(records)                                   # compiles what is to be compiled
+        graph = torch.cuda.CUDAGraph()
+        pool = next((first.pool() for first, *_ in self.graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            tokens, logits = self._decode_step(records)
+        self.graphs[rows] = graph, records, tokens, logits
+
+    # --- prompts
+
+    def _prefill(self, rows):
+        """Prompts or chunks of them -> (the requests that have come to their end, their next tokens, logits)."""
+        ready = [request for request, count in rows if count == request.todo]
+        records, ids, keep = self._records(ready) if ready else None, [], []
+        for request, count in rows:
+            stored = request.table.length
+            keep += [len(ids) + count - 1] * (count == request.todo)
+            ids += request.ids[stored:stored + count]
+        kv = self.model.new_kv([request.table for request, _ in rows], [count for _, count in rows])
+        ids, keep = upload([np.array(ids), np.array(keep, int)], self.device)
+        logits = self.model(ids[None], kv, keep=keep)[0]
+        return ready, sample(logits, self._on_device(records), self.state, self.eos) if ready else None, logits
+
+    # --- results
+
+    def _results(self, parts):
+        """parts: (requests, tokens, logits) each -> the function that waits for their tokens."""
+        if not parts:
+            return list
+        tokens = to_host(torch.cat([tokens for _, tokens, _ in parts]) if len(parts) > 1 else parts[0][1])
+        logprobs = [self._logprobs(*part) for part in parts]
+        done = torch.cuda.Event() if self.device.type == "cuda" else None
+        if done:
+            done.record()
+
+        def results():
+            if done:
+                done.synchronize()
+            requests = [request for part, _, _ in parts for request in part]
+            asked = {request: found for make in logprobs for request, found in make()}
+            return [(request, [], ([token], [asked.get(request)]) if token >= 0 else
+                     FloatingPointError("the logits hold NaN or infinity"))
+                    for request, token in zip(requests, tokens.tolist())]
+        return results
+
+    def _logprobs(self, requests, tokens, logits):
+        """Starts the log probabilities of the rows that ask for them -> the function that gives them."""
+        rows = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
+        if not rows:
+            return list
+        at, = upload([np.array(rows)], self.device)
+        logprobs, chosen = torch.log_softmax(logits[at], -1), tokens[at].long().clamp(min=0)[:, None]
+        top = logprobs.topk(min(20, logits.shape[1]))
+        parts = [to_host(x) for x in (chosen, logprobs.gather(1, chosen), top.indices, top.values)]
+
+        def found():
+            for i, *token, ids, values in zip(rows, *(part.tolist() for part in parts)):
+                count = requests[i].params.logprobs
+                yield requests[i], engine.TokenLogprobs(token[0][0], token[1][0], dict(zip(ids[:count], values[:count])))
+        return found
+
+
+def buckets(most):
+    """The batch sizes that get a graph: powers of 2, from 32 on multiples of 32, and the largest."""
+    sizes = [size for size in (1, 2, 4, 8, 16) if size < most] + list(range(32, most, 32))
+    return [*sizes, most]
+
+
+def noise_keys(key, count):
+    """Request.noise_key for output lengths 0 to count - 1, (count, 2) int32."""
+    bits = np.random.Philox(key=key).random_raw(4 * count)[::4]      # the first of each counter's four
+    return np.stack([(bits & 0xFFFFFFFF).astype(np.int64) - 2**31, (bits >> 32).astype(np.int64) - 2**31], 1)
+
+
+def to_host(x):
+    """A copy of x on the host, which is there once the device has come so far."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return host.copy_(x, non_blocking=True)
