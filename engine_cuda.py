@@ -91,7 +91,7 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles, table, rows, scale, start
     head, tile = (tl.program_id(0) % H).to(tl.int64), n_tiles - 1 - tl.program_id(0) // H   # the longest tiles first
     if PAGE:
         row, m_lo = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
-        first, T, start = (tl.load(rows + 3 * row + i) for i in tl.static_range(3))
+        first, T, start = tl.load(rows + 3 * row), tl.load(rows + 3 * row + 1), tl.load(rows + 3 * row + 2)
         S = start + T
         q_ptr += first * stride_qt
         out_ptr += first * stride_ot
@@ -329,7 +329,8 @@ def splits_for(tasks, most_keys, programs=264, least_keys=64):
     return splits
 
 
-def paged_attention(q, k_pool, v_pool, page_table, lengths, page_size=16, scale=None, new=None, splits=None):
+def paged_attention(q, k_pool, v_pool, page_table, lengths, page_size=16, scale=None, new=None, splits=None,
+                    config=None):
     """One query a row over the keys in its pages: q (B, H, D), pools (H, slots, D) -> (B, H, D).
 
     page_table (B, P) int32, the pages of each row in order; lengths (B) int32, how many keys each has stored: no
@@ -345,11 +346,11 @@ def paged_attention(q, k_pool, v_pool, page_table, lengths, page_size=16, scale=
     parts = torch.empty((B * H, splits, D) if splits > 1 else 0, dtype=torch.float32, device=q.device)
     peaks = torch.empty((B * H, splits, 2) if splits > 1 else 0, dtype=torch.float32, device=q.device)
     k, v = new or (q, q)
-    assert k.stride() == v.stride()
+    BLOCK_N, warps = config or (32 if D > 64 else 64, 4)
     _paged_kernel[(B * H, splits)](
         q, k, v, k_pool, v_pool, page_table, lengths, out, parts, peaks, scale * LOG2_E, H, *q.stride()[:2],
         *k.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], page_table.stride(0), new is not None, splits, D,
-        32 if D > 64 else 64, power_of_2(D), page_size, num_warps=4)
+        BLOCK_N, power_of_2(D), page_size, num_warps=warps)
     if splits > 1:
         _combine_kernel[(B * H,)](parts, peaks, out, splits, D, power_of_2(D), num_warps=1)
     return out
@@ -422,7 +423,7 @@ def _linear_kernel(x_ptr, weight, bias, norm_weight, norm_bias, residual, out_pt
 FUSED_ROWS = 8  # up to how many rows the fused kernel is faster than cuBLAS with the parts around it
 
 
-def fused_linear(x, linear, norm=None, activation="", residual=None, dtype=None):
+def fused_linear(x, linear, norm=None, activation="", residual=None, dtype=None, config=None):
     """activation(LayerNorm(x) weight^T + bias) + residual: x (..., in) -> (..., out), one kernel where rows are few.
 
     linear: an engine.Linear; norm: a nn.LayerNorm or None; activation: a name of engine.ACTIVATIONS or "";
@@ -434,7 +435,7 @@ def fused_linear(x, linear, norm=None, activation="", residual=None, dtype=None)
         return linear_twin(x, linear, norm, activation, residual, dtype)
     x = x.contiguous()
     out = torch.empty(*x.shape[:-1], N, dtype=dtype or x.dtype, device=x.device)
-    BLOCK_N, BLOCK_K, warps = linear_config(N, K)
+    BLOCK_N, BLOCK_K, warps = config or linear_config(N, K)
     _linear_kernel[(triton.cdiv(N, BLOCK_N),)](
         x, linear.weight, linear.bias, norm and norm.weight, norm and norm.bias,
         None if residual is None else residual.contiguous(), out, norm.eps if norm else 0.0, rows, N, K,
@@ -507,8 +508,9 @@ def _keep_most(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.con
     ones the first are kept.
     """
     cut = 0
-    for shift in tl.static_range(28, -1, -2):
-        one, two, three = (tl.zeros((BLOCK,), tl.float32) for _ in tl.static_range(3))
+    for shift in tl.range(28, -1, -2):
+        one = tl.zeros((BLOCK,), tl.float32)
+        two, three = one, one
         for lo in tl.range(0, V, BLOCK):
             token = lo + tl.arange(0, BLOCK)
             p = tl.load(probs + token, mask=token < V, other=0.0)
@@ -537,16 +539,20 @@ def _keep_most(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.con
 
 
 @triton.jit
+def _field(record, at: tl.constexpr, kind: tl.constexpr = tl.float32):
+    return tl.load(record + at).to(kind, bitcast=True)
+
+
+@triton.jit
 def _sample_kernel(logits, records, last_token, counts, bias, probs, out_ptr, eos, stride_logits, stride_records,
                    V: tl.constexpr, BLOCK: tl.constexpr):
     """One row's next token; -1 where its largest logit is not finite."""
     row = tl.program_id(0).to(tl.int64)
     records += row * stride_records
-    slot, first, second = tl.load(records).to(tl.int64), tl.load(records + 3), tl.load(records + 4)
-    top_k, flags = tl.load(records + 5), tl.load(records + 6)
-    temperature = tl.load(records + 7).to(tl.float32, bitcast=True)
-    top_p, min_p = (tl.load(records + i).to(tl.float32, bitcast=True) for i in tl.static_range(8, 10))
-    repetition, frequency, presence = (tl.load(records + i).to(tl.float32, bitcast=True) for i in tl.static_range(10, 13))
+    slot, top_k, flags = tl.load(records).to(tl.int64), tl.load(records + 5), tl.load(records + 6)
+    first, second = _field(records, 3, tl.uint32), _field(records, 4, tl.uint32)
+    temperature, top_p, min_p = _field(records, 7), _field(records, 8), _field(records, 9)
+    repetition, frequency, presence = _field(records, 10), _field(records, 11), _field(records, 12)
     logits += row * stride_logits
     probs += row * V
     counts += slot * V
@@ -583,8 +589,7 @@ def _sample_kernel(logits, records, last_token, counts, bias, probs, out_ptr, eo
         for lo in tl.range(0, V, BLOCK):
             token = lo + tl.arange(0, BLOCK)
             p = tl.load(probs + token, mask=token < V, other=0.0)
-            score = tl.where(token < V, p / _noise(token, first.to(tl.uint32, bitcast=True),
-                                                   second.to(tl.uint32, bitcast=True)), -1.0)
+            score = tl.where(token < V, p / _noise(token, first, second), -1.0)
             best_at = tl.where(score > best, token, best_at)
             best = tl.where(score > best, score, best)
         chosen = tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
@@ -771,7 +776,7 @@ class FlashRunner(engine.Runner):
         self.state = SamplerState.new(slots, V, self.device)
         self.eos = config.eos_token_id if config.eos_token_id is not None and config.eos_token_id < V else -1
         # A record for each slot, kept from step to step; the last is of a row that is not there.
-        self.records = np.zeros(slots, RECORD.descr + [("pages", np.int32, most_pages)])
+        self.records = np.zeros(slots, [*RECORD.descr, ("pages", np.int32, most_pages)])
         self.records["slot"], self.records["length"] = np.arange(slots), -1
         self.pages, self.min_tokens = np.zeros(slots, int), np.zeros(slots, int)
         self.keys = np.zeros((slots, config.n_positions + 1, 2), np.int32)             # of the noise, by output length
