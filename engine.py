@@ -596,8 +596,8 @@ class PageTable:
 
     def grow(self, count):
         """Take the pages that `count` more tokens need. Raises OutOfPages and takes none."""
-        with self.cache.lock:
-            if more := self.missing(count):
+        if more := self.missing(count):
+            with self.cache.lock:
                 self.pages += self.cache.allocate(more, after=self.pages[-1] if self.pages else None)
 
     def share(self, pages):
@@ -1445,15 +1445,16 @@ def check_request(request, config):
         raise UserError(f"the prompt has {len(request.prompt_ids)} tokens; "
                         f"it must have 1 to {config.n_positions}, the model's context")
     for token in request.prompt_ids:
-        check_number("a prompt token id", token, Integral, 0, config.vocab_size - 1)
+        if type(token) is not int or not 0 <= token < config.vocab_size:  # what is plainly good is passed quickly
+            check_number("a prompt token id", token, Integral, 0, config.vocab_size - 1)
     for token in request.params.logit_bias or {}:
         check_number("a logit_bias token id", token, Integral, 0, config.vocab_size - 1)
 
 
 def output_limit(request, config):
     """How many tokens the request may generate: max_tokens, or what the context leaves."""
-    room = config.n_positions + 1 - len(request.prompt_ids)
-    return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+    room, most = config.n_positions + 1 - len(request.prompt_ids), request.params.max_tokens
+    return room if most is None or most > room else most
 
 
 def ended(request, config):
@@ -1580,10 +1581,11 @@ class Runner:
         self.model = model
 
     def launch(self, rows):
-        """Start a step. rows: (request, number of its tokens that are fed, guesses after them) each.
+        """Start a step. rows: (request, number of its tokens that are fed, guesses after them, whether it is sampled).
 
-        Returns a function that waits for the step and gives, for each row that has come to its end, (request,
-        guesses, sampled): sampled is (tokens, logprobs), None where nothing was asked for, or the row's exception.
+        A prompt of which more is to come is not. Returns a function that waits for the step and gives (request,
+        guesses, sampled) for each row that is: sampled is (tokens, logprobs), None where no token was asked for, or
+        the row's exception.
         """
         wanted = [self._wanted(*row) for row in rows]
         logits = self._forward(rows, wanted)
@@ -1591,38 +1593,34 @@ class Runner:
         results += self._sample(ready)
         return lambda: results
 
-    def _wanted(self, request, count, guesses):
-        """How many of a row's last logits are needed: none of a prompt of which more is to come, but to score it."""
-        if request.unscored:
-            return count
-        return 1 + len(guesses) if count == request.todo else 0
+    def _wanted(self, request, count, guesses, sampled):
+        """How many of a row's last logits are needed: all of a prompt that is to be scored."""
+        return count if request.unscored else (1 + len(guesses)) * sampled
 
     def _forward(self, rows, wanted):
         """One pass over the new tokens of all rows, end to end -> logits (sum of wanted, V)."""
         ids, keep = [], []
-        for (request, count, guesses), last in zip(rows, wanted):
+        for (request, count, guesses, _), last in zip(rows, wanted):
             stored = request.table.length
             ids += request.ids[stored:stored + count] + guesses
             keep += range(len(ids) - last, len(ids))
-        kv = self.model.new_kv([r.table for r, _, _ in rows], [count + len(guesses) for _, count, guesses in rows])
+        kv = self.model.new_kv([r.table for r, *_ in rows], [count + len(guesses) for _, count, guesses, _ in rows])
         device = self.model.wte.weight.device
         return self.model(torch.tensor([ids]).to(device), kv, keep=torch.tensor(keep, dtype=torch.long).to(device))[0]
 
     def _score(self, rows, logits, wanted):
         """Log probabilities of prompts -> results without a token, and (request, guesses, logits) of rows to sample."""
         results, ready = [], []
-        for (request, count, guesses), end, last in zip(rows, itertools.accumulate(wanted), wanted):
+        for (request, count, guesses, sampled), end, last in zip(rows, itertools.accumulate(wanted), wanted):
             if request.unscored:
                 try:
                     request.score(logits[end - last:end], request.table.length - count)
                 except Exception as err:
                     results.append((request, guesses, err))
                     continue
-            if request.todo + len(guesses) > 0:
-                continue
-            if output_limit(request, self.model.config) == 0:
+            if sampled and output_limit(request, self.model.config) == 0:
                 results.append((request, guesses, None))
-            else:
+            elif sampled:
                 ready.append((request, guesses, slice(end - 1 - len(guesses), end)))
         return results, [(request, guesses, logits[part]) for request, guesses, part in ready]
 
@@ -1765,10 +1763,10 @@ class ContinuousBatchingScheduler:
 
     def _step(self):
         with self.changed:
-            for request in [*self.running, *self.waiting]:
-                if request.cancelled:
-                    self._finish(request, "abort")
-            self.waiting = collections.deque(r for r in self.waiting if not r.cancelled)
+            for request in [r for r in (*self.slots, *self.waiting) if r and r.cancelled]:
+                if request in self.waiting:
+                    self.waiting.remove(request)
+                self._finish(request, "abort")
             self._admit()
         settled = self._needs_all_tokens() and self._settle(0)
         guesses = self._guess()
@@ -1786,12 +1784,11 @@ class ContinuousBatchingScheduler:
 
     def _launch(self, rows):
         self.counts["steps"] += 1
-        # A prompt of which more is to come is not sampled yet.
-        sampled = [request for request, count, _ in rows if count == request.todo]
+        sampled = [request for request, _, _, sampled in rows if sampled]
         try:
             self.in_flight.append((rows, sampled, self.runner.launch(rows)))
         except Exception as err:
-            for request, _, _ in rows:
+            for request, *_ in rows:
                 self._finish(request, "error", err)
         else:
             for request in sampled:
@@ -1806,7 +1803,7 @@ class ContinuousBatchingScheduler:
             try:
                 results = results()
             except Exception as err:
-                results = [(request, [], err) for request, _, _ in rows]
+                results = [(request, [], err) for request, *_ in rows]
             for request in sampled:
                 request.pending -= 1
             for result in results:
@@ -1853,22 +1850,19 @@ class ContinuousBatchingScheduler:
             return []
 
     def _rows(self, guesses):
-        """This step's rows: (request, number of its tokens that are fed, guesses after them), decoding ones first."""
-        decoding, prefilling, budget = [], [], self.prefill_chunk
-        for request in self.running:  # the oldest first: whoever gives up its pages for it was not planned yet
-            if request.table and request.todo == 1 and not self._ending(request) \
-                    and self._make_room(request, 1 + len(guesses)):
-                decoding.append((request, 1, guesses))
-        for request in self.running:
-            if request.todo > 1 and budget:
-                prefilling.append((request, min(request.todo, budget), []))
-                budget -= prefilling[-1][1]
+        """This step's rows, as a runner's `launch` takes them, the decoding ones first."""
+        decoding, prefilling, budget, config = [], [], self.prefill_chunk, self.model.config
+        running = [(request, request.todo) for request in self.running]
+        for request, todo in running:  # the oldest first: whoever gives up its pages for it was not planned yet
+            ending = request.pending and len(request.output_ids) + request.pending >= output_limit(request, config)
+            if todo == 1 and not ending and request.table and self._make_room(request, 1 + len(guesses)):
+                decoding.append((request, 1, guesses, True))
+        for request, todo in running:
+            if todo > 1 and budget and request.table:
+                count = min(todo, budget)
+                prefilling.append((request, count, [], count == todo))
+                budget -= count
         return decoding + prefilling
-
-    def _ending(self, request):
-        """Whether the request's last token is pending."""
-        made = len(request.output_ids) + request.pending
-        return request.pending > 0 and made >= output_limit(request, self.model.config)
 
     def _make_room(self, request, count):
         """Pages for `count` more tokens, taken from the youngest where none are free. -> False: it was itself."""
@@ -1896,6 +1890,8 @@ class ContinuousBatchingScheduler:
         else:
             try:
                 made = take_tokens(request, *sampled, guesses, self.model.config, self.draft)
+                if guesses:  # forget the wrong ones
+                    request.table.truncate(len(request.ids) - 1)
             except Exception as err:
                 self._finish(request, "error", err)
             else:
@@ -1907,7 +1903,6 @@ class ContinuousBatchingScheduler:
             request.output_queue.put(token)
         self.counts["output_tokens"] += len(tokens)
         table = request.table
-        table.truncate(table.length + request.todo - 1)              # wrong guesses
         if self.prefix_cache and table.length // self.cache.page_size > table.known_pages:
             table.remember(request.ids)
         if request.finish_reason:

@@ -179,11 +179,12 @@ def flash_attention(q, k, v, start=None, scale=None, precision="tf32x3", config=
 def check_attention(q, k, v):
     """Raises UserError for shapes, dtypes or strides that the kernels do not take."""
     (*batch, T, D), (*others, S, Dk) = q.shape, k.shape
-    if k.shape != v.shape or batch != others or D != Dk or T > S or D > 256:
+    if k.shape != v.shape or batch != others or Dk != D or T > S or D > 256:
         raise engine.UserError(f"q (B, H, T, D), k and v (B, H, S, D), T <= S and D <= 256 are needed, "
                                f"not {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in engine.DTYPES.values():
-        raise engine.UserError(f"q, k and v must be one of {', '.join(engine.DTYPES)}, not {q.dtype}, {k.dtype}, {v.dtype}")
+        raise engine.UserError(f"q, k and v must be one of {', '.join(engine.DTYPES)}, not "
+                               f"{q.dtype}, {k.dtype}, {v.dtype}")
     if D > 1 and {q.stride(-1), k.stride(-1), v.stride(-1)} != {1}:
         raise engine.UserError("the last dimension of q, k and v must be contiguous")
 
@@ -848,9 +849,9 @@ class FlashRunner(engine.Runner):
         # A record for each slot, kept from step to step; the last is of a row that is not there.
         self.records = np.zeros(slots, [*RECORD.descr, ("pages", np.int32, most_pages)])
         self.records["slot"], self.records["length"] = np.arange(slots), -1
-        self.pages, self.min_tokens = np.zeros(slots, int), np.zeros(slots, int)
+        self.pages, self.min_tokens = [0] * slots, np.zeros(slots, int)
         self.keys = np.zeros((slots, config.n_positions + 1, 2), np.int32)             # of the noise, by output length
-        self.loaded = [None] * slots
+        self.loaded = [None] * slots                                 # the page table that each record is about
         self.buckets = buckets(max_batch_size)
         self.graphs = {}
         if self.device.type == "cuda":
@@ -858,11 +859,11 @@ class FlashRunner(engine.Runner):
                 self._capture(rows)
 
     def launch(self, rows):
-        if any(guesses or request.unscored for request, _, guesses in rows):
+        if any(guesses or request.unscored for request, _, guesses, _ in rows):
             self.loaded = [None] * len(self.loaded)                  # tokens are made that the device does not note
             return super().launch(rows)
-        decoding = [request for request, count, _ in rows if count == 1 == request.todo]
-        prefilling = [(request, count) for request, count, _ in rows if not count == 1 == request.todo]
+        decoding = [request for request, count, _, sampled in rows if count == 1 and sampled]
+        prefilling = [row for row in rows if not (row[1] == 1 and row[3])]
         parts = []
         if decoding:
             parts.append((decoding, *self._decode(self._records(decoding))))
@@ -876,19 +877,22 @@ class FlashRunner(engine.Runner):
 
     def _records(self, requests):
         """A record a request: what its step is about."""
-        slots, made = [r.slot for r in requests], np.array([len(r.output_ids) + r.pending for r in requests])
-        for request, slot in zip(requests, slots):
-            if self.loaded[slot] != (request, request.preemptions):
+        slots, made, lengths, tokens = [], [], [], []
+        for request in requests:
+            slot, table, output = request.slot, request.table, request.output_ids
+            if self.loaded[slot] is not table:
                 self._load(request, slot)
-            pages, known = request.table.pages, self.pages[slot]
-            if len(pages) > known:
-                self.records["pages"][slot, known:len(pages)] = pages[known:]
-                self.pages[slot] = len(pages)
+            if len(table.pages) > self.pages[slot]:
+                self.records["pages"][slot, self.pages[slot]:len(table.pages)] = table.pages[self.pages[slot]:]
+                self.pages[slot] = len(table.pages)
+            slots.append(slot)
+            made.append(len(output) + request.pending)
+            lengths.append(table.length)
+            tokens.append(-1 if request.pending else (output or request.prompt_ids)[-1])
         records = self.records[slots]
-        records["length"] = [r.table.length for r in requests]
-        records["token"] = [-1 if r.pending else (r.output_ids or r.prompt_ids)[-1] for r in requests]
+        records["length"], records["token"] = lengths, tokens
         records["key"], records["key2"] = self.keys[slots, made].T
-        records["flags"] += NO_END * (made < self.min_tokens[slots])
+        records["flags"] += NO_END * (np.array(made) < self.min_tokens[slots])
         return records
 
     def _load(self, request, slot):
@@ -903,7 +907,7 @@ class FlashRunner(engine.Runner):
         if p.temperature:
             self.keys[slot] = noise_keys(request.key, self.keys.shape[1])
         self.state.load(slot, request)
-        self.pages[slot], self.loaded[slot] = 0, (request, request.preemptions)
+        self.pages[slot], self.loaded[slot] = 0, request.table
 
     def _on_device(self, records):
         return upload([records.view(np.int32).reshape(len(records), -1)], self.device)[0]
@@ -944,13 +948,13 @@ class FlashRunner(engine.Runner):
 
     def _prefill(self, rows):
         """Prompts or chunks of them -> (the requests that have come to their end, their next tokens, logits)."""
-        ready = [request for request, count in rows if count == request.todo]
+        ready = [request for request, _, _, sampled in rows if sampled]
         records, ids, keep = self._records(ready) if ready else None, [], []
-        for request, count in rows:
+        for request, count, _, sampled in rows:
             stored = request.table.length
-            keep += [len(ids) + count - 1] * (count == request.todo)
+            keep += [len(ids) + count - 1] * sampled
             ids += request.ids[stored:stored + count]
-        kv = self.model.new_kv([request.table for request, _ in rows], [count for _, count in rows])
+        kv = self.model.new_kv([row[0].table for row in rows], [row[1] for row in rows])
         ids, keep = upload([np.array(ids), np.array(keep, int)], self.device)
         logits = self.model(ids[None], kv, keep=keep)[0]
         return ready, sample(logits, self._on_device(records), self.state, self.eos) if ready else None, logits
@@ -971,10 +975,10 @@ class FlashRunner(engine.Runner):
             if done:
                 done.synchronize()
             requests = [request for part, _, _ in parts for request in part]
-            asked = {request: found for make in logprobs for request, found in make()}
-            return [(request, [], ([token], [asked.get(request)]) if token >= 0 else
+            asked = {request: (found,) for make in logprobs for request, found in make()}
+            return ((request, (), ((token,), asked.get(request, NO_LOGPROBS)) if token >= 0 else
                      FloatingPointError("the logits hold NaN or infinity"))
-                    for request, token in zip(requests, tokens.tolist())]
+                    for request, token in zip(requests, tokens.tolist()))
         return results
 
     def _logprobs(self, requests, tokens, logits):
@@ -992,6 +996,9 @@ class FlashRunner(engine.Runner):
                 most = dict(zip(ids[:requests[i].params.logprobs], values))
                 yield requests[i], engine.TokenLogprobs(token, logprob, most)
         return found
+
+
+NO_LOGPROBS = (None,)
 
 
 def buckets(most):
