@@ -96,7 +96,8 @@ def _visit(acc, l_i, m_i, q, k_ptr, v_ptr, table, position, lo, hi, stride_k, st
     return acc, l_i, m_i
 
 
-@triton.jit
+# What changes from call to call is not compiled in, or a new length would mean a new kernel.
+@triton.jit(do_not_specialize=["start", "T", "S", "n_tiles", "stride_table"])
 def _flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles, table, rows, scale, start, T, S, H, n_tiles,
                   stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                   stride_ob, stride_oh, stride_ot, stride_table,
@@ -283,7 +284,7 @@ def store(k, v, k_pool, v_pool, slots):
 # ---------------------------------------------------------------------------------------------------
 # Flash decoding: one query a row, its keys shared out among several programs, which a second stage combines.
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table", "stride_lengths"])
 def _paged_kernel(q_ptr, k_new, v_new, k_pool, v_pool, table, lengths, out_ptr, parts, peaks, scale, H,
                   stride_qb, stride_qh, stride_nb, stride_nh, stride_kh, stride_ks, stride_vh, stride_vs, stride_table,
                   stride_lengths, NEW: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -433,7 +434,7 @@ def layer_norm(x, norm):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(x_ptr, weight, bias, norm_weight, norm_bias, residual, out_ptr, eps, rows, N,
                    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
                    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, EARLY: tl.constexpr):
@@ -1017,3 +1018,167 @@ def to_host(x):
     """A copy of x on the host, which is there once the device has come so far."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     return host.copy_(x, non_blocking=True)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Checks: each yields (case, error, limit). On a GPU `--check` runs them in full, the tests some by interpreter.
+
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}   # relative; the interpreter cuts off
+LENGTHS = [(1, 1), (15, 15), (16, 16), (17, 17), (63, 63), (64, 64), (65, 65), (1, 17), (5, 64), (16, 80), (64, 65)]
+HEAD_DIMS = (8, 16, 40, 64, 80, 128, 256)
+
+
+def error(found, exact):
+    """The distance to float64, relative to its size; NaN is far."""
+    distance = (found.double() - exact).norm() / exact.norm().clamp(min=1e-30)
+    return distance.nan_to_num(math.inf).item()
+
+
+def exact_attention(q, k, v, scale):
+    """Attention in float64; the queries are the last positions."""
+    T, S = q.shape[-2], k.shape[-2]
+    scores = q.double() @ k.double().transpose(-2, -1) * scale
+    scores.masked_fill_(torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1), -math.inf)
+    return torch.softmax(scores, -1) @ v.double()
+
+
+def limit_of(q, k, v, exact):
+    """On a GPU in 16 bits twice the error of torch's own attention on the same input, else a fixed one."""
+    if not q.is_cuda or q.dtype == torch.float32:
+        return ROUNDING[q.dtype]
+    T, S = q.shape[-2], k.shape[-2]
+    seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return 2 * error(torch.nn.functional.scaled_dot_product_attention(q, k, v, seen), exact)
+
+
+def check_flash(device, dtype, lengths=LENGTHS, head_dims=HEAD_DIMS):
+    """Lengths, offsets and head dims; views of a projection; NaN beyond the last key."""
+    for (T, S), D in [(pair, 64) for pair in lengths] + [((17, 65), D) for D in head_dims]:
+        q = torch.randn(2, T, 3, D, device=device, dtype=dtype).transpose(1, 2)
+        k, v = torch.randn(2, S + 3, 2, 3, D, device=device, dtype=dtype).permute(2, 0, 3, 1, 4)
+        k[:, :, S:], v[:, :, S:] = math.nan, math.nan
+        exact = exact_attention(q, k[:, :, :S], v[:, :, :S], D ** -0.5)
+        yield (f"T {T} S {S} D {D}", error(flash_attention(q, k, v, start=S - T), exact),
+               limit_of(q, k[:, :, :S], v[:, :, :S], exact))
+
+
+def random_pages(device, dtype, lengths, H, D, page_size=16):
+    """Pools in which only the keys of rows of these lengths are stored, all else is NaN -> pools, page ids a row."""
+    order = torch.randperm(sum(length // page_size + 1 for length in lengths) + 3).tolist()
+    pages = [[order.pop() for _ in range(length // page_size + 1)] for length in lengths]
+    k, v = torch.full((2, H, page_size * 64, D), math.nan, device=device, dtype=dtype)
+    for ids, length in zip(pages, lengths):
+        slots = slots_of(torch.tensor(ids, device=device), length, page_size)
+        k[:, slots], v[:, slots] = torch.randn(2, H, length, D, device=device, dtype=dtype)
+    return k, v, pages
+
+
+def check_paged(device, dtype, head_dims=HEAD_DIMS, lengths=(0, 1, 15, 16, 17, 63, 64, 200)):
+    """One query a row, with and without a new key, keys split or not; a row that is not there is left alone."""
+    for D, splits, has_new in [(D, splits, new) for D in head_dims for splits in (1, 8) for new in (False, True)]:
+        k_pool, v_pool, pages = random_pages(device, dtype, lengths, 3, D)
+        rows = Rows(lengths, [1] * len(lengths), pages, 16, 16, device)
+        q, *new = torch.randn(3, len(lengths), 3, D, device=device, dtype=dtype)
+        stored = torch.tensor(lengths, dtype=torch.int32, device=device)
+        if has_new:
+            stored[0] = -1
+        out = paged_attention(q, k_pool, v_pool, rows.table, stored, 16, None, new if has_new else None, splits)
+        worst, limit = 0.0, ROUNDING[dtype]
+        for row, length in enumerate(stored.tolist()):
+            slots = slots_of(rows.table[row], length + has_new, 16)
+            if has_new and length >= 0 and not torch.equal(k_pool[:, slots[-1]], new[0][row]):
+                worst = math.inf                                     # not stored
+            k, v = k_pool[None, :, slots], v_pool[None, :, slots]
+            exact = exact_attention(q[row][None, :, None], k, v, D ** -0.5) if len(slots) else torch.zeros_like(q[:1])
+            worst = max(worst, error(out[row].flatten(), exact.double().flatten()))
+        yield f"D {D} splits {splits} new {has_new}", worst, limit
+
+
+def check_prompts(device, dtype, head_dims=(64, 80)):
+    """Rows of unequal lengths, some behind stored keys: stored, then attended over their pages."""
+    for D in head_dims:
+        stored, counts = [0, 17, 33, 100], [65, 1, 20, 64]
+        k_pool, v_pool, pages = random_pages(device, dtype, [a + b for a, b in zip(stored, counts)], 3, D)
+        rows = Rows(stored, counts, pages, 16, flash_config(D, dtype, 0)[0], device)
+        q, k, v = torch.randn(sum(counts), 3, 3, D, device=device, dtype=dtype).unbind(1)
+        k_pool[:, rows.slots.long()] = math.nan
+        store(k, v, k_pool, v_pool, rows.slots)
+        out = paged_flash_attention(q, k_pool, v_pool, rows, D ** -0.5)
+        for (first, count, before), ids in zip(rows.spans.tolist(), rows.table):
+            slots, new = slots_of(ids, before + count, 16), slice(first, first + count)
+            q_row, k_row, v_row = (x[None] for x in (q[new].transpose(0, 1), k_pool[:, slots], v_pool[:, slots]))
+            exact = exact_attention(q_row, k_row, v_row, D ** -0.5)
+            yield (f"D {D} {count} after {before}", error(out[new].transpose(0, 1)[None], exact),
+                   limit_of(q_row, k_row, v_row, exact))
+
+
+def check_linear(device, dtype, shapes=((768, 2304), (768, 768), (100, 33))):
+    """With and without what is fused, against float64; 16 bits may err as much as a product that is rounded once."""
+    for (K, N), rows, activation in [(shape, rows, a) for shape in shapes for rows in (1, 3)
+                                     for a in ("", *engine.ACTIVATIONS)]:
+        linear, norm = engine.Linear(K, N), torch.nn.LayerNorm(K)
+        for parameter in (*linear.parameters(), *norm.parameters()):
+            parameter.requires_grad_(False).normal_().copy_(parameter.to(dtype))
+        x, residual = torch.randn(rows, K).to(dtype), torch.randn(rows, N).to(dtype)
+        exact = linear_twin(x.double(), linear.double(), norm.double(), activation, residual.double())
+        found = fused_linear(x.to(device), linear.to(device, dtype), norm.to(device, dtype), activation,
+                             residual.to(device))
+        yield f"{K} to {N}, {rows} rows {activation}", error(found.cpu(), exact), ROUNDING[dtype]
+
+
+def random_records(rows, V):
+    draw = np.random.default_rng(0)
+    records = np.zeros(rows, RECORD)
+    for name, values in dict(temperature=[0, 0.5, 1, 3], top_k=[1, 5, 50, V], top_p=[0.1, 0.9, 1], min_p=[0, 0.1],
+                             repetition=[1, 1.3], frequency=[0, 0.2], presence=[0, 0.1], flags=range(8)).items():
+        records[name] = draw.choice(values, rows)
+    records["slot"], records["key"] = np.arange(rows), draw.integers(-2**31, 2**31, rows)
+    records["key2"] = draw.integers(-2**31, 2**31, rows)
+    return records
+
+
+def check_sample(device, dtype, V=50257, rows=64):
+    """Every parameter at once against the twin: the same tokens, the same counts; NaN fails its row alone."""
+    records, states = random_records(rows, V), [SamplerState.new(rows, V, place) for place in (device, "cpu")]
+    logits = (3 * torch.randn(rows, V)).to(dtype).float()            # 16 bits: many are equally likely
+    logits[1, 3], logits[2] = math.nan, -math.inf
+    counts, bias = torch.randint(0, 3, (rows, V)) + 65536 * torch.randint(0, 2, (rows, V)), torch.randn(rows, V)
+    for state in states:
+        state.counts.copy_(counts)
+        state.bias.copy_(bias)
+    records = torch.from_numpy(records.view(np.int32).reshape(rows, -1))
+    found = sample(logits.to(device), records.to(device), states[0], 5).cpu()
+    same = found == sample_twin(logits, records, states[1], 5)       # where top_p ends a sum's rounding may decide
+    yield "tokens", 1 - same.float().mean().item(), 0.02 if V > 1000 else 0
+    yield "counts", (states[0].counts.cpu()[same] != states[1].counts[same]).float().mean().item(), 0
+
+
+CHECKS = {"flash attention": check_flash, "paged attention": check_paged, "prompts over pages": check_prompts,
+          "fused linear": check_linear, "sampling": check_sample}
+
+
+SMALL = {check_sample: dict(V=97, rows=8), check_linear: dict(shapes=((48, 33),))}  # for the interpreter
+
+
+def run_checks(device):
+    """Prints a line for each kernel and dtype, raises SystemExit(1) where one errs."""
+    failed = False
+    for name, check in CHECKS.items():
+        for dtype in engine.DTYPES.values():
+            torch.manual_seed(0)
+            cases = list(check(device, dtype, **(SMALL.get(check, {}) if device == "cpu" else {})))
+            case, worst, limit = max(cases, key=lambda case: case[1] / max(case[2], 1e-30))
+            good = all(err <= most for _, err, most in cases)
+            print(f"{'ok' if good else 'FAILED':7}{name:18}{str(dtype).removeprefix('torch.'):9}{len(cases):3} cases, worst "
+                  f"error {worst:.1e} of {limit:.1e} allowed ({case})", flush=True)
+            failed |= not good
+    if failed:
+        raise SystemExit(1)
+
+
+def main():
+    run_checks("cpu" if INTERPRET else "cuda")
+
+
+if __name__ == "__main__":
+    main()
