@@ -1580,12 +1580,12 @@ class Runner:
             model.pack_weights()
         self.model = model
 
-    def launch(self, rows):
+    def launch(self, rows, plain=True):
         """Start a step. rows: (request, number of its tokens that are fed, guesses after them, whether it is sampled).
 
-        A prompt of which more is to come is not. Returns a function that waits for the step and gives (request,
-        guesses, sampled) for each row that is: sampled is (tokens, logprobs), None where no token was asked for, or
-        the row's exception.
+        A prompt of which more is to come is not. plain: no row has guesses or a prompt to be scored. Returns a
+        function that waits for the step and gives (request, guesses, sampled) for each row that is: sampled is
+        (tokens, logprobs), None where no token was asked for, or the row's exception.
         """
         wanted = [self._wanted(*row) for row in rows]
         logits = self._forward(rows, wanted)
@@ -1768,25 +1768,23 @@ class ContinuousBatchingScheduler:
                     self.waiting.remove(request)
                 self._finish(request, "abort")
             self._admit()
-        settled = self._needs_all_tokens() and self._settle(0)
+        scoring = any(request and request.unscored for request in self.slots)
+        # A step can be planned while tokens are pending, but not to guess, to score a prompt, or to preempt.
+        scarce = self.cache.free_pages + self.cache.cached_pages < len(self.slots)
+        settled = (scarce or scoring or self.draft is not None) and self._settle(0)
         guesses = self._guess()
         with self.changed:
             rows = self._rows(guesses)
         if rows:
-            self._launch(rows)
+            self._launch(rows, plain=not (guesses or scoring))
         # Then the results of earlier steps, of this one too unless the runner may run ahead.
         return self._settle(self.runner.ahead if rows else 0) or settled or bool(rows)
 
-    def _needs_all_tokens(self):
-        """Whether a step can be planned only when no token is pending: to guess, to score a prompt, to preempt."""
-        scarce = self.cache.free_pages + self.cache.cached_pages < len(self.slots)
-        return scarce or self.draft is not None or any(request and request.unscored for request in self.slots)
-
-    def _launch(self, rows):
+    def _launch(self, rows, plain):
         self.counts["steps"] += 1
         sampled = [request for request, _, _, sampled in rows if sampled]
         try:
-            self.in_flight.append((rows, sampled, self.runner.launch(rows)))
+            self.in_flight.append((rows, sampled, self.runner.launch(rows, plain)))
         except Exception as err:
             for request, *_ in rows:
                 self._finish(request, "error", err)

@@ -193,36 +193,53 @@ def check_attention(q, k, v):
 class Rows:
     """Rows of new tokens, end to end, and where each keeps its keys: what the kernels need to know, on the device.
 
-    stored, counts: tokens in the pages before, and new ones, of each row; pages: the page ids of each.
-    spans (B, 3) first new token, new, stored; table (B, most pages); slots (N) where new tokens are stored;
-    positions (N); tiles (n, 2) row and first query of each tile of BLOCK_M queries. One copy brings them all.
+    spans (B, 3) first new token, new, stored; table (B, P) page ids; slots (N) where new tokens are stored, -1 for
+    nowhere; positions (N); tiles (n, 2) row and first query of each tile of BLOCK_M queries. As `plan_rows` made them.
     """
 
-    def __init__(self, stored, counts, pages, page_size, BLOCK_M, device):
+    def __init__(self, spans, table, slots, positions, tiles, page_size):
+        self.spans, self.table, self.slots, self.positions, self.tiles = spans, table, slots, positions, tiles
         self.page_size = page_size
-        stored, counts = np.array(stored), np.array(counts)
-        table = np.zeros((len(pages), max(map(len, pages))), np.int32)
-        for row, ids in enumerate(pages):
-            table[row, :len(ids)] = ids
-        first = np.cumsum(counts) - counts
-        owner = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(counts.sum()) - first[owner] + stored[owner]
-        slots = table[owner, positions // page_size] * page_size + positions % page_size
-        per_row = -(-counts // BLOCK_M)
-        tile_row = np.repeat(np.arange(len(counts)), per_row)
-        tiles = np.stack([tile_row, (np.arange(per_row.sum()) - (np.cumsum(per_row) - per_row)[tile_row]) * BLOCK_M], 1)
-        tiles = tiles[np.argsort(tiles[:, 1] + stored[tiles[:, 0]], kind="stable")]     # the kernel starts at the end
-        self.spans, self.table, self.slots, self.positions, self.tiles = upload(
-            [np.stack([first, counts, stored], 1), table, slots, positions, tiles], device)
+
+
+def plan_rows(stored, counts, pages, page_size, BLOCK_M, room=None):
+    """The arrays of Rows. stored, counts: tokens in the pages before, and new ones, of each row; pages: its page ids.
+
+    room: (N, B, P) to fill the arrays up to, for a graph: with tokens that are stored nowhere, and an empty row.
+    """
+    stored, counts = np.array(stored), np.array(counts)
+    N, B, P = room or (counts.sum(), len(counts), max(map(len, pages)))
+    table, slots, positions = np.zeros((B, P), np.int32), np.full(N, -1), np.zeros(N, int)
+    for row, ids in enumerate(pages):
+        table[row, :len(ids)] = ids
+    first, owner = np.cumsum(counts) - counts, np.repeat(np.arange(len(counts)), counts)
+    position = np.arange(counts.sum()) - first[owner] + stored[owner]
+    positions[:len(position)] = position
+    slots[:len(position)] = table[owner, position // page_size] * page_size + position % page_size
+    spans = np.zeros((B, 3), int)
+    spans[:len(counts)] = np.stack([first, counts, stored], 1)
+    per_row = -(-counts // BLOCK_M)
+    of_row = np.repeat(np.arange(len(counts)), per_row)
+    begin = (np.arange(per_row.sum()) - (np.cumsum(per_row) - per_row)[of_row]) * BLOCK_M
+    order = np.argsort(begin + stored[of_row], kind="stable")        # the kernel starts at the end, with the longest
+    tiles = np.stack([of_row, begin], 1)[order]
+    spare = N // BLOCK_M + B - len(tiles) if room else 0
+    return spans, table, slots, positions, np.concatenate([np.tile([B - 1, 0], (spare, 1)), tiles])
 
 
 def upload(arrays, device):
     """Arrays of whole numbers -> int32 tensors on the device, by one copy that nobody waits for."""
+    return split_like(pinned(arrays, device).to(device, non_blocking=True), arrays)
+
+
+def pinned(arrays, device):
+    """Arrays end to end as one int32 tensor on the host, which a GPU can fetch by itself."""
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32))
-    if torch.device(device).type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays)]
+    return flat.pin_memory() if torch.device(device).type == "cuda" else flat
+
+
+def split_like(flat, arrays):
+    return [part.view(array.shape) for part, array in zip(flat.split([array.size for array in arrays]), arrays)]
 
 
 def paged_flash_attention(q, k_pool, v_pool, rows, scale, precision="tf32x3"):
@@ -266,15 +283,15 @@ def _store_kernel(k_ptr, v_ptr, k_pool, v_pool, slots, stride_kn, stride_kh, str
     d, slot = tl.arange(0, BLOCK_D), tl.load(slots + n).to(tl.int64)
     k = tl.load(k_ptr + n * stride_kn + head * stride_kh + d, mask=d < D)
     v = tl.load(v_ptr + n * stride_vn + head * stride_vh + d, mask=d < D)
-    tl.store(k_pool + head * stride_pool_kh + slot * stride_pool_ks + d, k, mask=d < D)
-    tl.store(v_pool + head * stride_pool_vh + slot * stride_pool_vs + d, v, mask=d < D)
+    tl.store(k_pool + head * stride_pool_kh + slot * stride_pool_ks + d, k, mask=(d < D) & (slot >= 0))
+    tl.store(v_pool + head * stride_pool_vh + slot * stride_pool_vs + d, v, mask=(d < D) & (slot >= 0))
 
 
 def store(k, v, k_pool, v_pool, slots):
-    """Writes new keys and values (N, H, D) to the `slots` (N) of the pools (H, slots, D)."""
+    """Writes new keys and values (N, H, D) to the `slots` (N) of the pools (H, slots, D); slot -1 is nowhere."""
     if not uses_kernels(k):
-        k_pool.index_copy_(1, slots.long(), k.transpose(0, 1))
-        v_pool.index_copy_(1, slots.long(), v.transpose(0, 1))
+        for pool, new in (k_pool, k), (v_pool, v):
+            pool.index_copy_(1, slots[slots >= 0].long(), new[slots >= 0].transpose(0, 1))
         return
     N, H, D = k.shape
     _store_kernel[(N * H,)](k, v, k_pool, v_pool, slots, *k.stride()[:2], *v.stride()[:2], *k_pool.stride()[:2],
@@ -486,8 +503,12 @@ def fused_linear(x, linear, norm=None, activation="", residual=None, dtype=None,
 
 
 def linear_config(N, K):
-    """(BLOCK_N, warps): some 300 programs, so that each processor has two or more."""
-    return (2, 4) if N <= 1024 else (8, 2)
+    """(BLOCK_N, warps), measured on an H200 over the shapes of GPT-2, us in a chain of launches:
+    N, K            2304, 768   768, 768   3072, 768   768, 3072   50257, 768
+    best                  2.4        1.7         2.6         2.5         24.7
+    floor by bytes        0.8        0.3         1.1         1.1         18.4
+    """
+    return (4, 1) if K <= 1024 else (2, 8)
 
 
 def linear_twin(x, linear, norm=None, activation="", residual=None, dtype=None):
@@ -526,13 +547,15 @@ BIASED, PENALISED, NO_END = 1, 2, 4                                  # flags; no
 def _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency, presence):
     """The logits of some tokens after bias, minimum length and penalties; -inf beyond the vocabulary."""
     z = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
-    z += tl.load(bias + token, mask=token < V * (flags % 2), other=0.0)
-    z = tl.where((token == eos) & (flags >= 4), -float("inf"), z)
-    seen = tl.load(counts + token, mask=token < V * (flags // 2 % 2), other=0)         # output + 65536 if in the prompt
-    penalised = tl.where(z > 0, z / repetition, z * repetition)
-    z = tl.where(seen > 0, tl.minimum(tl.maximum(penalised, -3.4028234e38), 3.4028234e38), z)
-    made = seen % 65536
-    return tl.where(made > 0, z - (made * frequency + presence), z)
+    if flags > 0:
+        z += tl.load(bias + token, mask=token < V * (flags % 2), other=0.0)
+        z = tl.where((token == eos) & (flags >= 4), -float("inf"), z)
+        seen = tl.load(counts + token, mask=token < V * (flags // 2 % 2), other=0)     # output + 65536 if in the prompt
+        penalised = tl.where(z > 0, z / repetition, z * repetition)
+        z = tl.where(seen > 0, tl.minimum(tl.maximum(penalised, -3.4028234e38), 3.4028234e38), z)
+        made = seen % 65536
+        z = tl.where(made > 0, z - (made * frequency + presence), z)
+    return z
 
 
 @triton.jit
@@ -682,7 +705,7 @@ def sample(logits, records, state, eos):
         return sample_twin(logits, records, state, eos)
     out = torch.empty(B, dtype=torch.int32, device=logits.device)
     probs = torch.empty(B, V, dtype=torch.float32, device=logits.device)
-    BLOCK, warps = (min(16384, power_of_2(V)), 32) if V > 4096 else (power_of_2(V), 4)
+    BLOCK, warps = (8192, 16) if V > 4096 else (power_of_2(V), 4)
     _sample_kernel[(B,)](logits, records, state.last_token, state.counts, state.bias, probs, out, eos,
                          logits.stride(0), records.stride(0), V, BLOCK, num_warps=warps,
                          **early(logits))
@@ -744,25 +767,60 @@ class FlashRecompute(engine.Recompute):
         return flash_attention(q, k, v, scale=scale)
 
 
-class FlashKV(engine.PagedKV):
-    """Some sequences of a pool on the GPU: prompts go through the flash kernel, single tokens through split keys."""
+class RowsKV(engine.Recompute):
+    """Rows whose places in the pool lie in fixed tensors, so that a graph can be captured over it."""
 
-    def _plan(self):
-        stored, pages, cache = [t.length for t in self.tables], [t.pages for t in self.tables], self.cache
-        BLOCK_M = flash_config(cache.k.shape[-1], cache.k.dtype, 0)[0]
-        self.rows = Rows(stored, self.new, pages, cache.page_size, BLOCK_M, cache.k.device)
-        return self.rows.positions
+    def __init__(self, cache):
+        self.cache = cache
 
     def attend(self, layer, q, k, v, scale):
-        (B, H, T, D), dtype, cache, rows = q.shape, q.dtype, self.cache, self.rows
+        (B, H, T, D), dtype, cache = q.shape, q.dtype, self.cache
         q, k, v = (x.transpose(1, 2).reshape(B * T, H, D).to(cache.k.dtype) for x in (q, k, v))  # rows end to end
-        k_pool, v_pool = cache.k[layer], cache.v[layer]
-        if max(self.new) == 1:
-            out = paged_attention(q, k_pool, v_pool, rows.table, rows.positions, cache.page_size, scale, (k, v))
-        else:
-            store(k, v, k_pool, v_pool, rows.slots)
-            out = paged_flash_attention(q, k_pool, v_pool, rows, scale)
+        out = self.attend_rows(q, k, v, cache.k[layer], cache.v[layer], scale)
         return out.view(B, T, H, D).transpose(1, 2).to(dtype)
+
+
+class PromptKV(RowsKV):
+    """Rows of any number of new tokens, which go through the flash kernel."""
+
+    def __init__(self, cache, rows):
+        super().__init__(cache)
+        self.rows = rows
+
+    def attend_rows(self, q, k, v, k_pool, v_pool, scale):
+        store(k, v, k_pool, v_pool, self.rows.slots)
+        return paged_flash_attention(q, k_pool, v_pool, self.rows, scale)
+
+
+class DecodeKV(RowsKV):
+    """Rows of one new token each, whose keys are split. table (B, P), lengths (B) tokens stored; -1: no row."""
+
+    def __init__(self, cache, table, lengths):
+        super().__init__(cache)
+        self.table, self.lengths = table, lengths
+
+    def attend_rows(self, q, k, v, k_pool, v_pool, scale):
+        return paged_attention(q, k_pool, v_pool, self.table, self.lengths, self.cache.page_size, scale, (k, v))
+
+
+class FlashKV(engine.PagedKV):
+    """Some sequences of a pool on the GPU."""
+
+    def _plan(self):
+        cache, stored, pages = self.cache, [t.length for t in self.tables], [t.pages for t in self.tables]
+        arrays = plan_rows(stored, self.new, pages, cache.page_size, block_m(cache), None)
+        rows = Rows(*upload(arrays, cache.k.device), cache.page_size)
+        single = max(self.new) == 1
+        self.rows = DecodeKV(cache, rows.table, rows.positions) if single else PromptKV(cache, rows)
+        return rows.positions
+
+    def attend(self, layer, q, k, v, scale):
+        return self.rows.attend(layer, q, k, v, scale)
+
+
+def block_m(cache):
+    """How many queries a tile of paged_flash_attention has."""
+    return flash_config(cache.k.shape[-1], cache.k.dtype, 0)[0]
 
 
 @triton.jit
@@ -787,20 +845,6 @@ def embed(records, last_token, wte, wpe):
     out = torch.empty(rows, C, dtype=dtype, device=wte.device)
     _embed_kernel[(rows,)](records, last_token, wte, wpe, out, records.stride(0), C, power_of_2(C), **early(out))
     return out
-
-
-class DecodeKV(engine.Recompute):
-    """The rows of a decode step as their records tell, one new token each; a graph can be captured over it."""
-
-    def __init__(self, cache, records):
-        self.cache, self.table, self.lengths = cache, records[:, FIELDS:], records[:, LENGTH]
-
-    def attend(self, layer, q, k, v, scale):
-        cache, dtype = self.cache, q.dtype
-        q, k, v = (x[:, :, 0].to(cache.k.dtype) for x in (q, k, v))                    # (B, H, D)
-        out = paged_attention(q, cache.k[layer], cache.v[layer], self.table, self.lengths, cache.page_size, scale,
-                              (k, v))
-        return out[:, :, None].to(dtype)
 
 
 class GPT2Flash(engine.GPT2Paged):
@@ -853,14 +897,17 @@ class FlashRunner(engine.Runner):
         self.pages, self.min_tokens = [0] * slots, np.zeros(slots, int)
         self.keys = np.zeros((slots, config.n_positions + 1, 2), np.int32)             # of the noise, by output length
         self.loaded = [None] * slots                                 # the page table that each record is about
-        self.buckets = buckets(max_batch_size)
-        self.graphs = {}
+        self.graphs, self.pool = {}, None                            # by (what is computed, how much)
+        self.batches = batch_sizes(max_batch_size)
+        self.prompts = [2**n for n in range(5, self.prefill_chunk.bit_length())]
         if self.device.type == "cuda":
-            for rows in reversed(self.buckets):  # the largest first: the others find room in its memory
-                self._capture(rows)
+            for tokens in reversed(self.prompts):  # the largest first: the others find room in its memory
+                self._capture(self._prompt_step, tokens, self._prompt_arrays([], [], tokens))
+            for rows in reversed(self.batches):
+                self._capture(self._decode_step, rows, [self._lines([], rows)])
 
-    def launch(self, rows):
-        if any(guesses or request.unscored for request, _, guesses, _ in rows):
+    def launch(self, rows, plain=True):
+        if not plain:
             self.loaded = [None] * len(self.loaded)                  # tokens are made that the device does not note
             return super().launch(rows)
         decoding = [request for request, count, _, sampled in rows if count == 1 and sampled]
@@ -871,7 +918,8 @@ class FlashRunner(engine.Runner):
             for request in decoding:
                 request.table.length += 1
         if prefilling:
-            parts.append(self._prefill(prefilling))
+            ready = [request for request, _, _, sampled in prefilling if sampled]
+            parts.append((ready, *self._prefill(prefilling, ready)))
         return self._results([part for part in parts if part[0]])
 
     # --- records
@@ -910,55 +958,80 @@ class FlashRunner(engine.Runner):
         self.state.load(slot, request)
         self.pages[slot], self.loaded[slot] = 0, request.table
 
-    def _on_device(self, records):
-        return upload([records.view(np.int32).reshape(len(records), -1)], self.device)[0]
+    def _lines(self, records, rows):
+        """Records as whole numbers, a line each, filled up to so many rows with some that are not there."""
+        if len(records) < rows:
+            blank = self.records[-1:].repeat(rows - len(records))
+            records = np.concatenate([records, blank]) if len(records) else blank
+        return records.view(np.int32).reshape(rows, -1)
 
-    # --- decoding
+    # --- what is computed: kernels on the device alone, so that all of a step can be launched as one graph
 
     def _decode(self, records):
         """One token of each record's row -> (tokens, logits)."""
-        rows = next(size for size in self.buckets if size >= len(records))
-        padded = self._on_device(np.concatenate([records, self.records[-1:].repeat(rows - len(records))]))
-        if rows in self.graphs:
-            graph, static, tokens, logits = self.graphs[rows]
-            static.copy_(padded)
-            graph.replay()
-        else:
-            tokens, logits = self._decode_step(padded)
+        rows = next(size for size in self.batches if size >= len(records))
+        tokens, logits = self._run(self._decode_step, rows, [self._lines(records, rows)])
         return tokens[:len(records)], logits[:len(records)]
 
     def _decode_step(self, records):
-        model, kv = self.model, DecodeKV(self.model.cache, records)
+        model, kv = self.model, DecodeKV(self.model.cache, records[:, FIELDS:], records[:, LENGTH])
         x = embed(records, self.state.last_token, model.wte.weight, model.wpe.weight)[:, None]
         for block in model.h:
             x = block(x, kv)
         logits = model.head(x)[:, 0]
         return sample(logits, records, self.state, self.eos), logits
 
-    def _capture(self, rows):
-        """Record the kernels of a decode step of so many rows, to be launched as one from now on."""
-        records = self._on_device(self.records[-1:].repeat(rows))
-        self._decode_step(records)                                   # compiles what is to be compiled
-        graph = torch.cuda.CUDAGraph()
-        pool = next((first.pool() for first, *_ in self.graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            tokens, logits = self._decode_step(records)
-        self.graphs[rows] = graph, records, tokens, logits
+    def _prefill(self, rows, ready):
+        """Prompts or chunks of them -> (the next tokens of the requests that are ready, logits)."""
+        tokens = sum(count for _, count, _, _ in rows)
+        tokens = next((size for size in self.prompts if size >= tokens), tokens)
+        records = self._records(ready) if ready else []
+        arrays = self._prompt_arrays(rows, records, tokens)
+        for request, count, _, _ in rows:
+            request.table.length += count
+        tokens, logits = self._run(self._prompt_step, tokens, arrays)
+        return tokens[:len(ready)], logits[:len(ready)]
 
-    # --- prompts
-
-    def _prefill(self, rows):
-        """Prompts or chunks of them -> (the requests that have come to their end, their next tokens, logits)."""
-        ready = [request for request, _, _, sampled in rows if sampled]
-        records, ids, keep = self._records(ready) if ready else None, [], []
+    def _prompt_arrays(self, rows, records, tokens):
+        """What `_prompt_step` is given: ids, which positions are sampled, their records, and where the rows lie."""
+        cache, most = self.model.cache, min(len(self.records) - 1, tokens)
+        ids, keep = [], []
         for request, count, _, sampled in rows:
             stored = request.table.length
             keep += [len(ids) + count - 1] * sampled
             ids += request.ids[stored:stored + count]
-        kv = self.model.new_kv([row[0].table for row in rows], [row[1] for row in rows])
-        ids, keep = upload([np.array(ids), np.array(keep, int)], self.device)
-        logits = self.model(ids[None], kv, keep=keep)[0]
-        return ready, sample(logits, self._on_device(records), self.state, self.eos) if ready else None, logits
+        tables = [request.table for request, *_ in rows]
+        plan = plan_rows([t.length for t in tables], [row[1] for row in rows], [t.pages for t in tables],
+                         cache.page_size, block_m(cache), (tokens, most + 1, self.records["pages"].shape[1]))
+        ids, keep = (np.pad(np.array(x, int), (0, size - len(x))) for x, size in ((ids, tokens), (keep, most)))
+        return [ids, keep, self._lines(records, most), *plan]
+
+    def _prompt_step(self, ids, keep, records, *plan):
+        model, rows = self.model, Rows(*plan, self.model.cache.page_size)
+        x, kv = (model.wte(ids) + model.wpe(rows.positions))[None], PromptKV(model.cache, rows)
+        for block in model.h:
+            x = block(x, kv)
+        logits = model.head(x[:, keep])[0]
+        return sample(logits, records, self.state, self.eos), logits
+
+    def _run(self, step, size, arrays):
+        """`step` on these arrays, by its graph where there is one -> (tokens, logits), good until the next step."""
+        if (step.__name__, size) not in self.graphs:
+            return step(*upload(arrays, self.device))
+        graph, static, results = self.graphs[step.__name__, size]
+        static.copy_(pinned(arrays, self.device), non_blocking=True)
+        graph.replay()
+        return results
+
+    def _capture(self, step, size, arrays):
+        """Record the kernels of a step of this size, to be launched as one from now on."""
+        static = pinned(arrays, self.device).to(self.device)
+        step(*split_like(static, arrays))                            # compiles what is to be compiled
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            results = step(*split_like(static, arrays))
+        self.pool = self.pool or graph.pool()
+        self.graphs[step.__name__, size] = graph, static, results
 
     # --- results
 
@@ -1002,7 +1075,7 @@ class FlashRunner(engine.Runner):
 NO_LOGPROBS = (None,)
 
 
-def buckets(most):
+def batch_sizes(most):
     """The batch sizes that get a graph: powers of 2, from 32 on multiples of 32, and the largest."""
     sizes = [size for size in (1, 2, 4, 8, 16) if size < most] + list(range(32, most, 32))
     return [*sizes, most]
@@ -1077,7 +1150,7 @@ def check_paged(device, dtype, head_dims=HEAD_DIMS, lengths=(0, 1, 15, 16, 17, 6
     """One query a row, with and without a new key, keys split or not; a row that is not there is left alone."""
     for D, splits, has_new in [(D, splits, new) for D in head_dims for splits in (1, 8) for new in (False, True)]:
         k_pool, v_pool, pages = random_pages(device, dtype, lengths, 3, D)
-        rows = Rows(lengths, [1] * len(lengths), pages, 16, 16, device)
+        rows = Rows(*upload(plan_rows(lengths, [1] * len(lengths), pages, 16, 16), device), 16)
         q, *new = torch.randn(3, len(lengths), 3, D, device=device, dtype=dtype)
         stored = torch.tensor(lengths, dtype=torch.int32, device=device)
         if has_new:
@@ -1099,12 +1172,13 @@ def check_prompts(device, dtype, head_dims=(64, 80)):
     for D in head_dims:
         stored, counts = [0, 17, 33, 100], [65, 1, 20, 64]
         k_pool, v_pool, pages = random_pages(device, dtype, [a + b for a, b in zip(stored, counts)], 3, D)
-        rows = Rows(stored, counts, pages, 16, flash_config(D, dtype, 0)[0], device)
-        q, k, v = torch.randn(sum(counts), 3, 3, D, device=device, dtype=dtype).unbind(1)
-        k_pool[:, rows.slots.long()] = math.nan
+        plan = plan_rows(stored, counts, pages, 16, flash_config(D, dtype, 0)[0], (sum(counts) + 9, 6, 9))
+        rows = Rows(*upload(plan, device), 16)
+        q, k, v = torch.randn(sum(counts) + 9, 3, 3, D, device=device, dtype=dtype).unbind(1)
+        k_pool[:, rows.slots[:sum(counts)].long()] = math.nan
         store(k, v, k_pool, v_pool, rows.slots)
         out = paged_flash_attention(q, k_pool, v_pool, rows, D ** -0.5)
-        for (first, count, before), ids in zip(rows.spans.tolist(), rows.table):
+        for (first, count, before), ids, _ in zip(rows.spans.tolist(), rows.table, counts):
             slots, new = slots_of(ids, before + count, 16), slice(first, first + count)
             q_row, k_row, v_row = (x[None] for x in (q[new].transpose(0, 1), k_pool[:, slots], v_pool[:, slots]))
             exact = exact_attention(q_row, k_row, v_row, D ** -0.5)
@@ -1169,8 +1243,8 @@ def run_checks(device):
             cases = list(check(device, dtype, **(SMALL.get(check, {}) if device == "cpu" else {})))
             case, worst, limit = max(cases, key=lambda case: case[1] / max(case[2], 1e-30))
             good = all(err <= most for _, err, most in cases)
-            print(f"{'ok' if good else 'FAILED':7}{name:18}{str(dtype).removeprefix('torch.'):9}{len(cases):3} cases, worst "
-                  f"error {worst:.1e} of {limit:.1e} allowed ({case})", flush=True)
+            print(f"{'ok' if good else 'FAILED':7}{name:19}{str(dtype).removeprefix('torch.'):9}{len(cases):3} cases, "
+                  f"worst error {worst:.1e} of {limit:.1e} allowed ({case})", flush=True)
             failed |= not good
     if failed:
         raise SystemExit(1)
