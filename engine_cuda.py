@@ -281,10 +281,11 @@ def _store_kernel(k_ptr, v_ptr, k_pool, v_pool, slots, stride_kn, stride_kh, str
                   BLOCK_D: tl.constexpr):
     n, head = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     d, slot = tl.arange(0, BLOCK_D), tl.load(slots + n).to(tl.int64)
-    k = tl.load(k_ptr + n * stride_kn + head * stride_kh + d, mask=d < D)
-    v = tl.load(v_ptr + n * stride_vn + head * stride_vh + d, mask=d < D)
-    tl.store(k_pool + head * stride_pool_kh + slot * stride_pool_ks + d, k, mask=(d < D) & (slot >= 0))
-    tl.store(v_pool + head * stride_pool_vh + slot * stride_pool_vs + d, v, mask=(d < D) & (slot >= 0))
+    real = d < tl.where(slot >= 0, D, 0)
+    k = tl.load(k_ptr + n * stride_kn + head * stride_kh + d, mask=real)
+    v = tl.load(v_ptr + n * stride_vn + head * stride_vh + d, mask=real)
+    tl.store(k_pool + head * stride_pool_kh + slot * stride_pool_ks + d, k, mask=real)
+    tl.store(v_pool + head * stride_pool_vh + slot * stride_pool_vs + d, v, mask=real)
 
 
 def store(k, v, k_pool, v_pool, slots):
@@ -1172,7 +1173,7 @@ def check_prompts(device, dtype, head_dims=(64, 80)):
     for D in head_dims:
         stored, counts = [0, 17, 33, 100], [65, 1, 20, 64]
         k_pool, v_pool, pages = random_pages(device, dtype, [a + b for a, b in zip(stored, counts)], 3, D)
-        plan = plan_rows(stored, counts, pages, 16, flash_config(D, dtype, 0)[0], (sum(counts) + 9, 6, 9))
+        plan = plan_rows(stored, counts, pages, 16, flash_config(D, dtype, 0)[0], (sum(counts) + 9, 6, 12))
         rows = Rows(*upload(plan, device), 16)
         q, k, v = torch.randn(sum(counts) + 9, 3, 3, D, device=device, dtype=dtype).unbind(1)
         k_pool[:, rows.slots[:sum(counts)].long()] = math.nan
@@ -1227,11 +1228,58 @@ def check_sample(device, dtype, V=50257, rows=64):
     yield "counts", (states[0].counts.cpu()[same] != states[1].counts[same]).float().mean().item(), 0
 
 
+def random_model(**config):
+    """A small GPT2 in float32 whose weights are large enough for a wrong activation or epsilon to show."""
+    config = engine.GPT2Config(**(dict(vocab_size=97, n_positions=64, n_layer=2, eos_token_id=0) | config))
+    model, state = engine.empty_model(engine.GPT2, config, "random", {}), {}
+    for name, value in model.state_dict().items():
+        state[name] = torch.randn(value.shape) * 0.2 + ("ln_" in name and name.endswith("weight"))
+    state["lm_head.weight"] = state["wte.weight"]
+    return engine.with_weights(model, state)
+
+
+def check_model(device, dtype):
+    """GPT2Flash against GPT2 in float32: all at once, in chunks over pages, token by token.
+
+    16 bits may err twice as much as the plain model does in them; float32 1e-3 of the largest logit.
+    """
+    for shape in (dict(n_embd=48, n_head=4), dict(n_embd=160, n_head=2, activation_function="gelu")):
+        oracle, ids = random_model(**shape), torch.randint(0, 97, (3, 40))
+        exact, state = oracle(ids).double(), {k: v.to(device, dtype) for k, v in oracle.state_dict().items()}
+        plain, model = (engine.with_weights(engine.empty_model(kind, oracle.config, "", {}), dict(
+            state, **{"lm_head.weight": state["wte.weight"]})) for kind in (engine.GPT2, GPT2Flash))
+        ids = ids.to(device)
+        limit = 1e-3 if dtype == torch.float32 else 2 * error(plain(ids).cpu(), exact)
+        yield f"{shape} at once", error(model(ids).cpu(), exact), limit
+        kv = model.new_kv()
+        parts = [model(part, kv).cpu() for part in ids.split([17, 16] + [1] * 7, dim=1)]
+        yield f"{shape} in parts", error(torch.cat(parts, 1), exact), limit
+
+
+def check_texts(device, dtype, prompts=20, tokens=100):
+    """What the scheduler writes with `tiny`, greedily and sampled, against GPT2Cached, one prompt after another."""
+    if dtype != torch.float32:
+        return
+    model = engine.load_model("tiny", engine.GPT2Cached, device=device)
+    flash = engine.share_weights(model, GPT2Flash)
+    for name, style in dict(greedy=dict(temperature=0), sampled=dict(temperature=1.0), most=dict(
+            temperature=0.8, top_p=0.95, top_k=50, repetition_penalty=1.15, frequency_penalty=0.1, logit_bias={13: 2.0},
+            min_tokens=9, min_p=0.01)).items():
+        params = [engine.SamplingParams(**style, max_tokens=tokens, seed=n) for n in range(prompts)]
+        ids = [engine.random_prompt(1 + 7 * n, 50257) for n in range(prompts)]
+        requests = [engine.Request(*job) for job in zip(ids, params)]
+        engine.drain_steps(engine.ContinuousBatchingScheduler(flash, 8), *requests)
+        differ = sum(request.output_ids != list(engine.generate(model, request.prompt_ids, request.params))
+                     for request in requests)
+        yield name, differ, 0 if name == "greedy" else 1             # a draw between two all but equal
+
+
 CHECKS = {"flash attention": check_flash, "paged attention": check_paged, "prompts over pages": check_prompts,
-          "fused linear": check_linear, "sampling": check_sample}
+          "fused linear": check_linear, "sampling": check_sample, "model": check_model, "texts": check_texts}
 
 
-SMALL = {check_sample: dict(V=97, rows=8), check_linear: dict(shapes=((48, 33),))}  # for the interpreter
+SMALL = {check_sample: dict(V=97, rows=8), check_linear: dict(shapes=((48, 33),)),
+         check_texts: dict(prompts=0)}  # for the interpreter
 
 
 def run_checks(device):
@@ -1241,6 +1289,8 @@ def run_checks(device):
         for dtype in engine.DTYPES.values():
             torch.manual_seed(0)
             cases = list(check(device, dtype, **(SMALL.get(check, {}) if device == "cpu" else {})))
+            if not cases:
+                continue
             case, worst, limit = max(cases, key=lambda case: case[1] / max(case[2], 1e-30))
             good = all(err <= most for _, err, most in cases)
             print(f"{'ok' if good else 'FAILED':7}{name:19}{str(dtype).removeprefix('torch.'):9}{len(cases):3} cases, "
