@@ -207,7 +207,7 @@ def plan_rows(stored, counts, pages, page_size, BLOCK_M, room=None):
 
     room: (N, B, P) to fill the arrays up to, for a graph: with tokens that are stored nowhere, and an empty row.
     """
-    stored, counts = np.array(stored), np.array(counts)
+    stored, counts = np.array(stored, int), np.array(counts, int)
     N, B, P = room or (counts.sum(), len(counts), max(map(len, pages)))
     table, slots, positions = np.zeros((B, P), np.int32), np.full(N, -1), np.zeros(N, int)
     for row, ids in enumerate(pages):
