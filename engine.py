@@ -2232,15 +2232,15 @@ def print_table(title, rows):
         print("  ".join(cell.ljust(width) if isinstance(v, str) else cell.rjust(width) for cell, width, v in cells))
 
 
-def check_outputs(args):
-    """Raises UserError, before anything is measured, where --json or --plot can't be written."""
+def check_outputs(args, drawn=("generation", "bytes", "batching")):
+    """Raises UserError, before anything is measured, where --json or --plot can't be written, or nothing is drawn."""
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
         if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise UserError(f"{flag} {path} can't be written: it is a folder, or is in none")
     if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot must end in .png, .svg or .pdf, not {args.plot}")
-    if args.plot and args.only not in (None, "generation", "bytes", "batching"):
-        raise UserError(f"--plot draws the benchmarks generation, bytes and batching, not {args.only}")
+    if args.plot and args.only not in (None, *drawn):
+        raise UserError(f"--plot draws the benchmarks {', '.join(drawn)}, not {args.only}")
 
 
 def run_benchmarks(args):

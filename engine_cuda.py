@@ -9,10 +9,15 @@ P pages, N tokens of all rows end to end. Each kernel is one function below; bes
 which the tests compare it with and which runs in its place on a machine without a GPU.
 """
 
+import argparse
 import functools
+import json
 import math
 import os
+import statistics
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,13 +146,19 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles, table, rows, scale, start
     tl.store(out_ptr + head * stride_oh + m_wide * stride_ot + d[None, :], acc / l_i[:, None], mask=inside)
 
 
-def flash_config(head_dim, dtype, tiles_of_128):
-    """(BLOCK_M, BLOCK_N, warps, stages) for a head dim, and how many tiles of 128 queries there are to share out."""
+def flash_config(head_dim, dtype, T):
+    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 at 12 heads of 64 in bfloat16, us, and 48 in float32:
+    B, T                1, 128  1, 256  1, 512  1, 1024  8, 1024  1, 4096  1, 16384
+    (64, 64, 4, 3)         3.7     4.9     7.2     13.5     52.0     76.9      1105
+    (64, 128, 4, 2)        3.6     4.9     7.3     13.1              79.5
+    (16, 128, 4, 2)        3.3     5.1     9.5
+    (128, 64, 8, 3)                                16.2     53.5     73.4      1010
+    """
     if dtype == torch.float32:
-        return (64, 32, 4, 2) if head_dim <= 64 else (32, 32, 4, 2)
+        return (32, 64, 4, 2) if head_dim <= 64 else (32, 32, 4, 2)
     if head_dim > 64:
         return (64, 64, 4, 2) if head_dim <= 128 else (64, 32, 8, 2)
-    return (128, 64, 4, 3) if tiles_of_128 >= 132 else (64, 64, 4, 3)
+    return (128, 64, 8, 3) if T >= 2048 else (64, 64, 4, 3)
 
 
 def flash_attention(q, k, v, start=None, scale=None, precision="tf32x3", config=None):
@@ -168,7 +179,7 @@ def flash_attention(q, k, v, start=None, scale=None, precision="tf32x3", config=
     out = torch.empty_like(q)
     if not out.numel():
         return out
-    BLOCK_M, BLOCK_N, warps, stages = config or flash_config(D, q.dtype, B * H * triton.cdiv(T, 128))
+    BLOCK_M, BLOCK_N, warps, stages = config or flash_config(D, q.dtype, T)
     tiles = B * triton.cdiv(T, BLOCK_M)
     _flash_kernel[(tiles * H,)](
         q, k, v, out, None, None, None, scale * LOG2_E, start, T, S, H, tiles, *q.stride()[:3], *k.stride()[:3],
@@ -1238,6 +1249,14 @@ def random_model(**config):
     return engine.with_weights(model, state)
 
 
+def copy_as(model, variant, dtype, device):
+    """The same weights as another class, in another dtype, on another device."""
+    state = {name: value.to(device, dtype) for name, value in model.state_dict().items()}
+    if model.lm_head.weight is model.wte.weight:
+        state["lm_head.weight"] = state["wte.weight"]
+    return engine.with_weights(engine.empty_model(variant, model.config, model.name, {}), state)
+
+
 def check_model(device, dtype):
     """GPT2Flash against GPT2 in float32: all at once, in chunks over pages, token by token.
 
@@ -1245,10 +1264,8 @@ def check_model(device, dtype):
     """
     for shape in (dict(n_embd=48, n_head=4), dict(n_embd=160, n_head=2, activation_function="gelu")):
         oracle, ids = random_model(**shape), torch.randint(0, 97, (3, 40))
-        exact, state = oracle(ids).double(), {k: v.to(device, dtype) for k, v in oracle.state_dict().items()}
-        plain, model = (engine.with_weights(engine.empty_model(kind, oracle.config, "", {}), dict(
-            state, **{"lm_head.weight": state["wte.weight"]})) for kind in (engine.GPT2, GPT2Flash))
-        ids = ids.to(device)
+        plain, model = (copy_as(oracle, variant, dtype, device) for variant in (engine.GPT2, GPT2Flash))
+        exact, ids = oracle(ids).double(), ids.to(device)
         limit = 1e-3 if dtype == torch.float32 else 2 * error(plain(ids).cpu(), exact)
         yield f"{shape} at once", error(model(ids).cpu(), exact), limit
         kv = model.new_kv()
@@ -1300,8 +1317,333 @@ def run_checks(device):
         raise SystemExit(1)
 
 
-def main():
-    run_checks("cpu" if INTERPRET else "cuda")
+# ---------------------------------------------------------------------------------------------------
+# Benchmarks
+
+def microseconds(run):
+    """Median, least and most time of a call on the device, by graph replay."""
+    torch.cuda.synchronize()                                         # the timer's stream does not wait for ours
+    times = [1e3 * t for t in triton.testing.do_bench_cudagraph(run, rep=30, return_mode="all")]
+    return statistics.median(times), min(times), max(times)
+
+
+def ceilings():
+    """What this GPU reaches: bytes a second, read and written, of a copy; operations a second of a bfloat16 product."""
+    data, matrix = torch.empty(2**30, device="cuda"), torch.randn(8192, 8192, device="cuda").bfloat16()
+    target = torch.empty_like(data)
+    return (2e6 * data.nbytes / microseconds(lambda: target.copy_(data))[0],
+            2e6 * 8192**3 / microseconds(lambda: matrix @ matrix)[0])
+
+
+def plain_attention(q, k, v):
+    """Every score written out, in the inputs' dtype."""
+    T, S = q.shape[2], k.shape[2]
+    scores = (q @ k.transpose(2, 3)) * q.shape[3] ** -0.5
+    scores.masked_fill_(torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1), -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def torch_attention(backend):
+    def attend(q, k, v):
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attend
+
+
+ATTENTIONS = {"standard": plain_attention, "flash (ours)": flash_attention,
+              "flash (ours), tf32": functools.partial(flash_attention, precision="tf32"),
+              "torch flash": torch_attention("FLASH_ATTENTION"), "torch cuDNN": torch_attention("CUDNN_ATTENTION"),
+              "torch efficient": torch_attention("EFFICIENT_ATTENTION")}
+
+
+def random_qkv(B, T, dtype=torch.bfloat16):
+    """GPT-2's shape: 12 heads of 64, views of one projection."""
+    return torch.randn(B, T, 3, 12, 64, device="cuda", dtype=dtype).permute(2, 0, 3, 1, 4)
+
+
+def bench_attention(args):
+    """Each kernel's error against float64 over the last queries, then its time; ours must err no more than torch's."""
+    rows = []
+    for B, T, dtype in [(1, 128, "bfloat16"), (1, 256, "bfloat16"), (1, 512, "bfloat16"), (1, 1024, "bfloat16"),
+                        (8, 1024, "bfloat16"), (1, 4096, "bfloat16"), (1, 16384, "bfloat16"), (1, 1024, "float32")]:
+        q, k, v = random_qkv(B, T, engine.DTYPES[dtype])
+        last, errors, calls = slice(-min(T, 256), None), {}, {}
+        exact = exact_attention(q[:, :, last], k, v, 64 ** -0.5)
+        for name, attend in ATTENTIONS.items():
+            try:
+                errors[name] = error(attend(q, k, v)[:, :, last], exact)
+                calls[name] = functools.partial(attend, q, k, v)
+            except RuntimeError:  # a backend that does not take this dtype, no memory
+                torch.cuda.empty_cache()
+        if dtype == "bfloat16":
+            del calls["flash (ours), tf32"]
+        theirs = 2 * errors["torch flash"] if dtype == "bfloat16" else 1e-5
+        match(f"attention B{B} T{T} {dtype}", errors["flash (ours)"] < theirs)
+        for name, call in calls.items():
+            time_us, least, most = microseconds(call)
+            rate = 2 * 12 * 64 * B * T * (T + 1) / time_us * 1e6     # two products over half of the scores
+            rows.append({"B": B, "T": T, "dtype": dtype, "attention": name, "us": time_us, "min": least, "max": most,
+                         "TFLOP/s": rate / 1e12, "share of peak": rate / args.ceilings[1],
+                         "error": f"{errors[name]:.0e}"})
+    return rows
+
+
+def match(what, good):
+    """Says whether outputs match, before any time is measured; a benchmark of wrong results ends here."""
+    print(f"Match: {'yes' if good else 'NO'}  {what}", flush=True)
+    if not good:
+        raise SystemExit(1)
+
+
+def bench_memory(args):
+    """The most memory that attention takes beside its inputs, by length, up to where standard attention has no room."""
+    rows = []
+    for T in (1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        q, k, v = random_qkv(1, T)
+        for name in ("standard", "flash (ours)"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            try:
+                ATTENTIONS[name](q, k, v)
+                rows.append({"T": T, "attention": name, "peak MB": (torch.cuda.max_memory_allocated() - before) / 1e6})
+            except torch.cuda.OutOfMemoryError:
+                rows.append({"T": T, "attention": name, "peak MB": "no room"})
+    return rows
+
+
+def our_scheduler(model, batch):
+    pages = batch * -(-model.config.n_positions // 16)
+    return engine.ContinuousBatchingScheduler(engine.share_weights(model, GPT2Flash, max_pages=pages), batch,
+                                              prefix_cache=False)
+
+
+def time_ours(scheduler, batch, prompt, new):
+    """Seconds to the first token of all rows, and of a step after it."""
+    requests = [engine.Request(prompt, engine.greedy(new)) for _ in range(batch)]
+    engine.drain_steps(scheduler, *requests)
+    first = max(request.token_times[0] - request.arrival_time for request in requests)
+    return first, statistics.median(np.diff(requests[0].token_times))
+
+
+def transformers_model(model):
+    """The same weights in transformers' GPT-2."""
+    import transformers
+
+    c = model.config
+    oracle = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=c.vocab_size, n_positions=c.n_positions, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head))
+    state = {(name if name.startswith("lm_head") else f"transformer.{name}"):
+             (value.t() if engine.CONV1D.fullmatch(name) else value) for name, value in model.state_dict().items()}
+    oracle.load_state_dict(state)
+    return oracle.to("cuda", model.wte.weight.dtype).eval()
+
+
+def time_transformers(oracle, batch, prompt, new, **options):
+    """As time_ours, by transformers' generate."""
+    ids, seconds = torch.tensor([prompt] * batch, device="cuda"), {}
+    for tokens in (1, 1, new, 1, new):  # the first of each warm up
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+                        do_sample=False, pad_token_id=0, **options)
+        torch.cuda.synchronize()
+        seconds[tokens] = time.perf_counter() - start
+    return seconds[1], (seconds[new] - seconds[1]) / (new - 1)
+
+
+def time_compiled(oracle, batch, prompt, new):
+    """As time_ours, by a loop over transformers' model with a static cache, compiled into CUDA graphs."""
+    from transformers import StaticCache
+
+    forward = torch.compile(oracle.forward, mode="reduce-overhead", fullgraph=True)
+    cache = StaticCache(config=oracle.config, max_cache_len=len(prompt) + new)
+    ids, marks = torch.tensor([prompt] * batch, device="cuda"), []
+    for _ in range(3):
+        cache.reset()
+        torch.cuda.synchronize()
+        marks = [time.perf_counter()]
+        logits = oracle(ids, past_key_values=cache, cache_position=torch.arange(ids.shape[1], device="cuda")).logits
+        for position in range(ids.shape[1], ids.shape[1] + new):
+            token = logits[:, -1:].argmax(-1)
+            torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+            torch.compiler.cudagraph_mark_step_begin()
+            logits = forward(token, past_key_values=cache,
+                             cache_position=torch.tensor([position], device="cuda")).logits.clone()
+    gaps = np.diff(marks)
+    return gaps[0], statistics.median(gaps[1:])
+
+
+def bench_generation(args):
+    """First token and decode after 16 tokens, all rows alike: the scheduler, and transformers in three ways."""
+    model, prompt, rows = args.model, engine.random_prompt(16, args.model.config.vocab_size), []
+    oracle, new = transformers_model(model), args.tokens
+    ways = {"transformers": functools.partial(time_transformers, oracle)}
+    if not args.quick:
+        ways |= {"transformers, static": functools.partial(time_transformers, oracle, cache_implementation="static"),
+                 "torch.compile, static": functools.partial(time_compiled, oracle)}
+    kv = model.new_kv()
+    ids = torch.tensor([prompt], device="cuda")
+    parts = torch.cat([model(ids[:, :9], kv), model(ids[:, 9:], kv)], 1)
+    exact = copy_as(model, engine.GPT2, torch.float32, "cuda")(ids).double()
+    match("logits against float32, at most twice transformers' error",
+          error(parts, exact) <= 2 * error(oracle(ids).logits, exact))
+    for batch in (1, 8, 64, 256):
+        scheduler = our_scheduler(model, batch)
+        found = [time_ours(scheduler, batch, prompt, new) for _ in range(args.runs + 1)][1:]
+        times = {"GPT2Flash": (statistics.median(f for f, _ in found), statistics.median(step for _, step in found))}
+        for name, way in ways.items():
+            try:
+                times[name] = way(batch, prompt, new)
+            except Exception as err:  # another version than this was written for, a compiler that is missing
+                print(f"{name} at batch {batch} did not run: {engine.first_line(err)}", flush=True)
+        floor = decode_bytes(model, batch, len(prompt) + new / 2) / args.ceilings[0]
+        for name, (first, step) in times.items():
+            rows.append({"batch": batch, "engine": name, "first token ms": 1e3 * first, "ms a step": 1e3 * step,
+                         "tokens/s": batch / step, "floor ms": 1e3 * floor, "times the floor": step / floor})
+    return rows
+
+
+def decode_bytes(model, batch, stored):
+    """What a decode step must read: the weights once, and the keys and values of `stored` tokens a row."""
+    weights = sum(p.nbytes for p in model.parameters()) - model.wpe.weight.nbytes     # tied ones count once
+    return weights + batch * stored * 2 * model.config.n_layer * model.config.n_embd * model.wte.weight.element_size()
+
+
+def bench_batching(args):
+    """Requests of 5 to 200 prompt tokens that arrive at once, 100 new tokens each, through the scheduler."""
+    lengths, V = np.random.default_rng(0).integers(5, 201, size=256), args.model.config.vocab_size
+    scheduler, runs = our_scheduler(args.model, 256), []
+    for _ in range(args.runs + 2):  # two to warm up
+        requests = [engine.Request(engine.random_prompt(int(n), V), engine.greedy(100)) for n in lengths]
+        start = time.monotonic()
+        engine.drain_steps(scheduler, *requests)
+        runs.append((time.monotonic() - start, requests))
+    alone, found = engine.Request(requests[7].prompt_ids, engine.greedy(100)), runs[2:]
+    engine.drain_steps(scheduler, alone)
+    same = sum(a == b for a, b in zip(alone.output_ids, requests[7].output_ids))
+    print(f"A text alone and among 255 others: {same} of 100 tokens are the same (16 bits may round a tie otherwise)")
+    seconds = statistics.median(s for s, _ in found)
+    # The least time: a hundred decode steps by their bytes, the prompts by their operations.
+    prompts, parameters = int(lengths.sum()), sum(p.numel() for p in args.model.parameters())
+    floor = (100 * decode_bytes(args.model, 256, lengths.mean() + 50) / args.ceilings[0]
+             + 2 * prompts * parameters / args.ceilings[1])
+    measures = {name: value for name, value in engine.latencies(found[0][1]).items() if name.startswith("median")}
+    return [{"requests": 256, "prompt tokens": prompts, "new": 25600, "seconds": seconds,
+             "min": min(s for s, _ in found), "max": max(s for s, _ in found), "tokens/s": 25600 / seconds,
+             "floor s": floor} | measures]
+
+
+def bench_devices(args):
+    """The same requests on the CPU, in float32 as it likes it best, and on the GPU."""
+    rows = []
+    cpu = copy_as(args.model, engine.GPT2Paged, torch.float32, "cpu")
+    for batch in (1, 8):
+        for model, device in ((cpu, engine.processor_name()), (args.model, torch.cuda.get_device_name())):
+            scheduler = engine.ContinuousBatchingScheduler(model, batch, prefix_cache=False)
+            first, step = [time_ours(scheduler, batch, engine.random_prompt(16, 50257), 50) for _ in range(3)][-1]
+            rows.append({"batch": batch, "device": device, "dtype": str(model.wte.weight.dtype).removeprefix("torch."),
+                         "first token ms": 1e3 * first, "ms a step": 1e3 * step, "tokens/s": batch / step})
+            rows[-1]["speed-up"] = rows[-1]["tokens/s"] / rows[-1 if model is cpu else -2]["tokens/s"]
+    return rows
+
+
+BENCHMARKS = {
+    "attention": ("Attention, 12 heads of 64, causal; us by graph replay, median and range", bench_attention),
+    "memory": ("The most memory that attention takes, bfloat16, batch 1", bench_memory),
+    "generation": ("Generation after 16 tokens, greedy; the floor is the bytes of a step over the bandwidth",
+                   bench_generation),
+    "batching": ("256 requests through the scheduler; latencies in ms", bench_batching),
+    "devices": ("CPU against GPU, through the scheduler", bench_devices),
+}
+
+
+def run_benchmarks(args):
+    """The benchmarks of --only (all without it): a table each, and the files of --json and --plot."""
+    engine.check_outputs(args, drawn=("attention", "memory", "generation"))
+    args.model = engine.load_model(args.model, GPT2Flash, dtype=args.dtype, device="cuda", stand_in="random")
+    args.ceilings = ceilings()
+    machine = {"model": args.model.name, "dtype": args.dtype, "GPU": torch.cuda.get_device_name(), "runs": args.runs,
+               "copy TB/s": f"{args.ceilings[0] / 1e12:.2f}", "product TFLOP/s": f"{args.ceilings[1] / 1e12:.0f}",
+               "torch": torch.__version__, "triton": triton.__version__}
+    print("  ".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
+    results = {"machine": machine}
+    for name in [args.only] if args.only else BENCHMARKS:
+        title, bench = BENCHMARKS[name]
+        results[name] = bench(args)
+        engine.print_table(title, results[name])
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    if args.plot:
+        plot_results(results, args.plot)
+
+
+COLOURS = {"standard": "#9aa0a6", "flash (ours)": "#1a73e8", "torch flash": "#e8710a", "torch cuDNN": "#188038",
+           "GPT2Flash": "#1a73e8", "transformers": "#9aa0a6", "transformers, static": "#e8710a",
+           "torch.compile, static": "#188038"}
+
+
+def plot_results(results, path):
+    """Time and memory of attention by length, tokens a second by batch."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    panels = [(title, unit, [(row[label], row[x], row[y]) for row in results[name] if good(row)]) for
+              name, title, unit, label, x, y, good in (
+        ("attention", "Attention, bfloat16, batch 1", "us", "attention", "T", "us",
+         lambda row: row["B"] == 1 and row["dtype"] == "bfloat16"),
+        ("memory", "Memory of attention", "MB", "attention", "T", "peak MB", lambda row: row["peak MB"] != "no room"),
+        ("generation", "Generation", "tokens/s", "engine", "batch", "tokens/s", lambda row: True)) if name in results]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 4), layout="constrained", squeeze=False)
+    for axis, (title, unit, points) in zip(axes[0], panels):
+        for name in [name for name in COLOURS if any(name == label for label, *_ in points)]:
+            axis.plot(*zip(*((x, y) for label, x, y in points if label == name)), marker="o", label=name,
+                      color=COLOURS[name])
+        axis.set(title=title, ylabel=unit, xlabel="batch" if title == "Generation" else "tokens")
+        axis.loglog()
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+    machine = results["machine"]
+    figure.supxlabel(f"GPT-2 ({machine['model']}), {machine['dtype']}, {machine['GPU']}", fontsize=8, color="#5f6368")
+    figure.savefig(path, dpi=160)
+    pyplot.close(figure)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Command line
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description="GPT-2 on the GPU. Without --check: the GPU benchmarks.")
+    add = parser.add_argument
+    add("--check", action="store_true", help="every kernel against float64 (on a CPU with TRITON_INTERPRET=1)")
+    add("--model", default="auto", help="as engine.py's (default auto: gpt2, or random weights in its shape)")
+    add("--dtype", default="bfloat16", choices=engine.DTYPES)
+    add("--tokens", type=int, default=100, help="new tokens (default 100)")
+    add("--runs", type=int, default=3, help="rounds of generation and batching (default 3)")
+    add("--only", choices=BENCHMARKS, help="one benchmark")
+    add("--quick", action="store_true", help="leave out what torch.compile takes minutes for")
+    add("--json", metavar="FILE", help="write the results as JSON")
+    add("--plot", metavar="FILE", help="draw the results")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    try:
+        engine.check_number("--tokens", args.tokens, engine.Integral, 2, 1000)
+        engine.check_number("--runs", args.runs, engine.Integral, 1, 1000)
+        if not torch.cuda.is_available() and not (args.check and INTERPRET):
+            raise engine.UserError("there is no GPU here. TRITON_INTERPRET=1 python engine_cuda.py --check proves the "
+                                   "kernels on the CPU, python engine.py measures the engine on it")
+        run_checks("cpu" if INTERPRET else "cuda") if args.check else run_benchmarks(args)
+    except engine.UserError as err:
+        raise SystemExit(f"engine_cuda.py: {err}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":
