@@ -1775,10 +1775,11 @@ class ContinuousBatchingScheduler:
         guesses = self._guess()
         with self.changed:
             rows = self._rows(guesses)
+        plain = not (guesses or scoring)
         if rows:
-            self._launch(rows, plain=not (guesses or scoring))
+            self._launch(rows, plain)
         # Then the results of earlier steps, of this one too unless the runner may run ahead.
-        return self._settle(self.runner.ahead if rows else 0) or settled or bool(rows)
+        return self._settle(self.runner.ahead if rows and plain else 0) or settled or bool(rows)
 
     def _launch(self, rows, plain):
         self.counts["steps"] += 1
