@@ -1194,6 +1194,7 @@ class Request:
     finish_reason       "stop" (end of text, stop string), "length" (max_tokens, context), "abort", "error"; see `error`
     arrival_time, scheduled_time, token_times, finish_time     seconds of time.monotonic(); None until then
     cached_tokens       prompt tokens whose keys and values were found in the prefix cache
+    id                  a name of the caller's choice
     leader              another request with the same prompt, whose prompt pages this one shares
     """
 
@@ -1203,7 +1204,7 @@ class Request:
                             f"{type(prompt_ids).__name__} and {type(params).__name__}")
         self.prompt_ids, self.params, self.leader = list(prompt_ids), params or SamplingParams(), leader
         self.output_ids, self.logprobs, self.finish_reason, self.error = [], [], None, None
-        self.prompt_logprobs = []
+        self.prompt_logprobs, self.id = [], None
         seed = secrets.randbits(63) if self.params.seed is None else int(self.params.seed)
         self.key = seed % 2**64
         self.text = TextStream(self.params.stop, self.params.min_tokens) if self.params.stop else None
@@ -1641,6 +1642,11 @@ class ContinuousBatchingScheduler:
                 for request in [*self.running, *self.waiting]:
                     self._finish(request, "abort")
                 self.waiting.clear()
+
+    @property
+    def alive(self):
+        """Whether the thread runs."""
+        return self.thread is not None and self.thread.is_alive()
 
     @property
     def running(self):
