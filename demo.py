@@ -65,7 +65,8 @@ class ApiError(Exception):
     def of(cls, error):
         """A UserError, which begins with the parameter's name where it is about one."""
         message = str(error)
-        return cls(400, message, param=next((name for name in PARAMS if message.startswith(name)), None))
+        first = message.split()[0]
+        return cls(400, message, param=first if first in COMPLETION_FIELDS else None)
 
     def response(self):
         return json_response(self.body, self.status, self.headers)
@@ -78,8 +79,7 @@ def json_response(body, status=200, headers=None):
 # ---------------------------------------------------------------------------------------------------
 # From JSON to engine.Request
 
-PARAMS = [field.name for field in fields(SamplingParams)]
-SAMPLING = [name for name in PARAMS if name not in ("logprobs", "prompt_logprobs")]
+SAMPLING = [field.name for field in fields(SamplingParams) if "logprobs" not in field.name]
 STREAM_FIELDS = ["prompt", *SAMPLING]
 COMPLETION_FIELDS = ["model", "prompt", *SAMPLING, "logprobs", "n", "stream", "stream_options", "echo", "user"]
 UNSUPPORTED = ["best_of", "suffix"]
@@ -709,7 +709,7 @@ def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
     def check_key():
         given = request.headers.get("Authorization", "")
         if api_key and request.method != "OPTIONS" and request.endpoint not in open_routes and not hmac.compare_digest(
-                given.encode(), f"Bearer {api_key}".encode()):
+                given.encode("latin-1", "replace"), f"Bearer {api_key}".encode()):
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
     @app.after_request
