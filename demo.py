@@ -87,7 +87,7 @@ MAX_N, MAX_STOPS = 128, 4
 
 
 def read_body(known):
-    """The request's JSON object without its nulls, which mean the default. Raises ApiError for all else."""
+    """The request's JSON object without its nulls, which mean the default. Raises ApiError for what is none."""
     if request.mimetype != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, not {shown(request.mimetype)}")
     try:
@@ -98,6 +98,11 @@ def read_body(known):
         raise ApiError(400, f"the body can't be read: {engine.first_line(err)}") from None
     except (ValueError, RecursionError) as err:
         raise ApiError(400, f"the body is not JSON: {engine.first_line(err)}") from None
+    return known_fields(body, known)
+
+
+def known_fields(body, known):
+    """A JSON object's fields that are not null. Raises ApiError by the name of one that is not known."""
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, not {shown(body)}")
     body = {name: value for name, value in body.items() if value is not None}
@@ -465,26 +470,37 @@ class Completion:
 
 
 def page_stream(server):
-    """What the page reads: events `start`, `token` (with its five likeliest alternatives), `done` or `error`."""
-    body = read_body(STREAM_FIELDS)
-    params = sampling_params(body, logprobs=5)
-    r = Request(server.prompts.encode(typed(body, "prompt", str, "")), params)
-    job, choice = Job(server.scheduler, [r]), Choice(r, 0)
-    limit = engine.output_limit(r, server.scheduler.model.config)
+    """What the page reads: for each request an event `start`, its `token`s (with the five likeliest alternatives),
+    then `done` or `error`. One connection carries them all, since browsers open no more than six to a server."""
+    body = read_body([*STREAM_FIELDS, "requests"])
+    bodies = typed(body, "requests", list, [body])
+    if not bodies or ("requests" in body and len(body) > 1):
+        raise ApiError(400, "requests must be at least 1 object, without other fields beside it", "requests")
+    asked = []
+    for one in bodies:
+        one = known_fields(one, STREAM_FIELDS)
+        params = sampling_params(one, logprobs=5)
+        asked.append(Request(server.prompts.encode(typed(one, "prompt", str, "")), params))
+    job = Job(server.scheduler, asked)
+    return event_stream(page_events(job, [Choice(r, n) for n, r in enumerate(asked)], server.scheduler.model.config))
 
-    def events():
-        yield sse({"id": r.id, "prompt_tokens": len(r.prompt_ids), "max_tokens": limit}, "start")
-        for event in job.events():
-            if event is None:
-                yield ": waiting\n\n"
-            elif event[1] is not None:
-                yield sse(token_event(r, choice.fed, choice.feed(event[1])), "token")
-            elif failure := job.failure(0):
-                yield sse(failure.body, "error")
-            else:
-                yield sse({"text": choice.finish()["text"]} | summary(r), "done")
 
-    return event_stream(events())
+def page_events(job, choices, config):
+    for n, r in enumerate(job.requests):
+        limit = engine.output_limit(r, config)
+        yield sse({"index": n, "id": r.id, "prompt_tokens": len(r.prompt_ids), "max_tokens": limit}, "start")
+    for event in job.events():
+        if event is None:
+            yield ": waiting\n\n"
+            continue
+        index, token = event
+        choice, r = choices[index], job.requests[index]
+        if token is not None:
+            yield sse({"index": index} | token_event(r, choice.fed, choice.feed(token)), "token")
+        elif failure := job.failure(index):
+            yield sse({"index": index} | failure.body, "error")
+        else:
+            yield sse({"index": index, "text": choice.finish()["text"]} | summary(r), "done")
 
 
 def token_event(r, n, piece):
