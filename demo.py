@@ -12,10 +12,12 @@ import argparse
 import collections
 import contextlib
 import hmac
+import itertools
 import json
 import logging
 import math
 import queue
+import re
 import secrets
 import selectors
 import signal
@@ -23,7 +25,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
@@ -37,7 +38,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 import engine
-from engine import QueueFull, Request, SamplingParams, TextStream, UserError, check_number, shown
+from engine import QueueFull, Request, SamplingParams, TextStream, TokenLogprobs, UserError, check_number, shown
 
 log = logging.getLogger("demo")
 
@@ -61,19 +62,27 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code} | more}
 
-    @classmethod
-    def of(cls, error):
-        """A UserError, which begins with the parameter's name where it is about one."""
-        message = str(error)
-        first = message.split()[0]
-        return cls(400, message, param=first if first in COMPLETION_FIELDS else None)
 
-    def response(self):
-        return json_response(self.body, self.status, self.headers)
+class ClientGone(ApiError):
+    """Nobody reads the answer any more."""
+
+    def __init__(self):
+        super().__init__(499, "the client closed the connection")
 
 
-def json_response(body, status=200, headers=None):
-    return Response(json.dumps(body, allow_nan=False), status, headers, mimetype="application/json")
+def answer_error(err):
+    """What a route raised, as a Flask answer."""
+    if isinstance(err, UserError):
+        words = str(err).replace(":", " ").split()
+        err = ApiError(400, str(err), next((word for word in words if word in COMPLETION_FIELDS), None))
+    elif isinstance(err, HTTPException):
+        message = {404: f"there is no {shown(request.path)}", 405: f"{request.path} does not take {request.method}",
+                   413: f"the body has more than {MAX_BODY} bytes"}.get(err.code, err.description)
+        err = ApiError(err.code, message, headers={k: v for k, v in err.get_headers() if k in ("Allow", "Location")})
+    elif not isinstance(err, ApiError):
+        log.exception("a fault of the server's, not of the request")
+        err = ApiError(500, "a fault of the server's")
+    return err.body, err.status, err.headers
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -83,7 +92,7 @@ SAMPLING = [field.name for field in fields(SamplingParams) if "logprobs" not in 
 STREAM_FIELDS = ["prompt", *SAMPLING]
 COMPLETION_FIELDS = ["model", "prompt", *SAMPLING, "logprobs", "n", "stream", "stream_options", "echo", "user"]
 UNSUPPORTED = ["best_of", "suffix"]
-MAX_N, MAX_STOPS = 128, 4
+MAX_N, MAX_STOPS, MAX_BIASES = 128, 4, 1024
 
 
 def read_body(known):
@@ -106,12 +115,11 @@ def known_fields(body, known):
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, not {shown(body)}")
     body = {name: value for name, value in body.items() if value is not None}
-    for name in body:
-        if name in UNSUPPORTED and name not in known:
-            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
-        if name not in known:
-            raise ApiError(400, f"there is no field {shown(name)}; known are {', '.join(known)}", param=name[:100],
-                           code="unknown_parameter")
+    for name in body.keys() - set(known):
+        if name in UNSUPPORTED:
+            raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
+        raise ApiError(400, f"there is no field {shown(name)}; known are {', '.join(known)}", name[:100],
+                       "unknown_parameter")
     return body
 
 
@@ -123,23 +131,21 @@ def typed(body, name, kind, default=None):
     return value
 
 
-def plain(text):
-    """Without halves of surrogate pairs, which JSON can spell and UTF-8 can't."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def check_count(count, limit):
+    """So many requests are to be queued at once. Before their prompts are tokenized in vain."""
+    if count > limit:
+        raise ApiError(400, f"these are {count} requests at once; the queue holds {limit}", "prompt")
 
 
 def sampling_params(body, **more):
     """SamplingParams from a body's fields of the same names; OpenAI's defaults are theirs."""
     values = {name: body[name] for name in SAMPLING if name in body}
-    stop = values.get("stop", ())
-    if isinstance(stop, list) and len(stop) > MAX_STOPS:
-        raise ApiError(400, f"stop has {len(stop)} strings, at most {MAX_STOPS} are allowed", param="stop")
-    if isinstance(stop, str | list):
-        stop = [stop] if isinstance(stop, str) else stop
-        values["stop"] = [plain(s) if isinstance(s, str) else s for s in stop]
+    for name, kind, limit in ("stop", list, MAX_STOPS), ("logit_bias", dict, MAX_BIASES):
+        if isinstance(values.get(name), kind) and len(values[name]) > limit:
+            raise ApiError(400, f"{name} has {len(values[name])} entries, at most {limit} are allowed", name)
     if isinstance(values.get("logit_bias"), dict):                   # in JSON the keys are strings
-        with contextlib.suppress(ValueError):                        # else refused by name below
-            values["logit_bias"] = {int(key): bias for key, bias in values["logit_bias"].items()}
+        values["logit_bias"] = {int(key) if re.fullmatch("[0-9]{1,9}", key) else key: bias
+                                for key, bias in values["logit_bias"].items()}
     return SamplingParams(**values, **more)
 
 
@@ -151,7 +157,7 @@ class Prompts:
         self.longest_token = max(map(len, encoding.token_byte_values()))   # bytes
 
     def parse(self, prompt):
-        """-> a list of id lists. A missing prompt is the start of a document, as it is to OpenAI."""
+        """-> a list of id lists, one for each prompt."""
         if isinstance(prompt, str):
             return [self.encode(prompt)]
         if not isinstance(prompt, list) or not prompt:
@@ -162,21 +168,19 @@ class Prompts:
         return [self.encode(p) if isinstance(p, str) else self.check_ids(p) for p in prompt]
 
     def encode(self, text):
-        """Text to ids. What can't fit is refused by its bytes, before it is tokenized."""
+        """Text to ids; no text is the start of a document. What can't fit is refused before it is tokenized."""
         if not text:
             return [self.config.eos_token_id or 0]
-        text = plain(text)
-        self.check_length(math.ceil(len(text.encode()) / self.longest_token), "at least ")
+        self.check_length(math.ceil(len(text.encode("utf-8", "surrogatepass")) / self.longest_token), "at least ")
         ids = self.encoding.encode_ordinary(text)
         self.check_length(len(ids))
         return ids
 
     def check_ids(self, ids):
+        """Their values are checked when they are submitted."""
         if not isinstance(ids, list) or not ids:
             raise ApiError(400, f"a prompt must be a string or at least 1 token id, not {shown(ids)}", "prompt")
         self.check_length(len(ids))
-        for token in ids:
-            check_number("prompt token id", token, Integral, 0, self.config.vocab_size - 1)
         return ids
 
     def check_length(self, tokens, about=""):
@@ -223,8 +227,10 @@ class Choice:
         return self._piece(text) if text else None
 
     def finish(self):
-        """The last piece, with the finish reason."""
+        """The last piece, with the finish reason. An end-of-text token has no text, but a log probability."""
         text = self._prompt_text()
+        offset = self.sent + len(text) + len(self.stream.held)
+        self.pending += [(offset, end) for end in self.request.logprobs[self.fed:]]
         return self._piece(text + self.stream.finish(), self.request.finish_reason)
 
     def _prompt_text(self):
@@ -234,7 +240,8 @@ class Choice:
         self.echo, text, stream = False, "", TextStream()
         for n, token in enumerate(self.request.prompt_ids):
             if self.scores:
-                self.pending.append((len(text), self.scores.prompt_logprobs[n - 1] if n else token))
+                first = TokenLogprobs(token, None, None)             # has no score
+                self.pending.append((len(text), self.scores.prompt_logprobs[n - 1] if n else first))
             text += stream.feed(token)
         return text + stream.finish()
 
@@ -249,13 +256,12 @@ class Choice:
 
 
 def logprobs_object(tokens):
-    """OpenAI's: (offset in the choice's text, TokenLogprobs) of each token; a bare id has no score, being the first."""
+    """OpenAI's, of (offset in the choice's text, TokenLogprobs) for each token."""
     out = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for offset, scored in tokens:
-        first = isinstance(scored, int)
-        out["tokens"].append(token_name(scored if first else scored.token))
-        out["token_logprobs"].append(None if first else scored.logprob)
-        top = None if first else scored.top | {scored.token: scored.logprob}
+        top = None if scored.top is None else scored.top | {scored.token: scored.logprob}
+        out["tokens"].append(token_name(scored.token))
+        out["token_logprobs"].append(scored.logprob)
         out["top_logprobs"].append(top and {token_name(token): logprob for token, logprob in top.items()})
         out["text_offset"].append(offset)
     return out
@@ -272,10 +278,6 @@ def join_pieces(pieces):
 
 # ---------------------------------------------------------------------------------------------------
 # One HTTP request, and its requests in the engine
-
-class ClientGone(Exception):
-    """Nobody reads the answer any more."""
-
 
 class Inbox:
     """An output_queue that passes all on to one queue, with the name of where it came from."""
@@ -305,8 +307,6 @@ class Job:
             scheduler.submit(*requests)
         except QueueFull as err:
             raise ApiError(429, str(err), code="queue_full", headers={"Retry-After": "1"}) from None
-        # Whatever becomes of the answer, the requests end with it: the server calls this when all else has failed.
-        request.environ.setdefault("demo.at_end", []).append(self.cancel)
 
     def cancel(self):
         for r in self.requests:
@@ -320,18 +320,17 @@ class Job:
         """
         left, quiet = len(self.requests), time.monotonic()
         try:
-            with watch(self.socket) as gone:
-                while left:
-                    try:
-                        event = self.queue.get(timeout=WATCH_SECONDS)
-                    except queue.Empty:
-                        event = None
-                    if gone():
-                        raise ClientGone
-                    if event or time.monotonic() - quiet > HEARTBEAT_SECONDS:
-                        quiet = time.monotonic()
-                        left -= event is not None and event[1] is None
-                        yield event
+            while left:
+                try:
+                    event = self.queue.get(timeout=WATCH_SECONDS)
+                except queue.Empty:
+                    event = None
+                if self.socket and gone(self.socket):
+                    raise ClientGone
+                if event or time.monotonic() - quiet > HEARTBEAT_SECONDS:
+                    quiet = time.monotonic()
+                    left -= event is not None and event[1] is None
+                    yield event
         finally:
             self.cancel()
 
@@ -345,28 +344,22 @@ class Job:
         return None
 
 
-@contextlib.contextmanager
-def watch(connection):
-    """A function that tells whether the peer of a socket has closed it; of no socket it tells nothing."""
-    if connection is None:
-        yield lambda: False
-        return
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-
-        def gone():
-            try:
-                return bool(selector.select(0)) and not connection.recv(1, socket.MSG_PEEK)
-            except OSError:
-                return True
-
-        yield gone
+def gone(connection):
+    """Whether the peer of a socket has closed it, or its sending half. What it sends meanwhile is read away."""
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            return bool(selector.select(0)) and not connection.recv(65536)
+    except OSError:
+        return True
 
 
-def event_stream(events):
+def event_stream(job, events):
     """An answer of server-sent events, each of which leaves at once, through proxies too."""
     headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
-    return Response(until_gone(events), mimetype="text/event-stream", headers=headers)
+    response = Response(until_gone(events), mimetype="text/event-stream", headers=headers)
+    response.call_on_close(job.cancel)                               # even if its events were never asked for
+    return response
 
 
 def until_gone(events):
@@ -393,13 +386,17 @@ class Completion:
             raise ApiError(404, f"the model is {self.model}, there is no {shown(body['model'])}", "model",
                            "model_not_found")
         typed(body, "user", str)
-        self.include_usage = self._include_usage(body)
-        echo, n = typed(body, "echo", bool, False), body.get("n", 1)
+        options = known_fields(typed(body, "stream_options", dict, {}), ["include_usage"])
+        self.include_usage = typed(options, "include_usage", bool, False)
+        if options and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", "stream_options")
+        echo, n, prompt = typed(body, "echo", bool, False), body.get("n", 1), body.get("prompt", "")
         check_number("n", n, Integral, 1, MAX_N)
-        self._check_count(body.get("prompt"), n, server.scheduler.max_waiting)
+        many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+        check_count(n * (len(prompt) if many else 1), server.scheduler.max_waiting)
         wanted = body.get("logprobs")
         params = sampling_params(body, logprobs=wanted, prompt_logprobs=wanted if echo else None)
-        groups = [Request.samples(ids, params, n) for ids in server.prompts.parse(body.get("prompt", ""))]
+        groups = [Request.samples(ids, params, n) for ids in server.prompts.parse(prompt)]
         self.choices, scored = [], echo and wanted is not None
         for group in groups:
             for r in group:
@@ -408,24 +405,8 @@ class Completion:
         self.job = Job(server.scheduler, [choice.request for choice in self.choices])
         self.created = int(time.time())
 
-    def _include_usage(self, body):
-        options = typed(body, "stream_options", dict, {})
-        if options and not self.stream:
-            raise ApiError(400, "stream_options needs stream: true", "stream_options")
-        for name in options:
-            if name != "include_usage":
-                raise ApiError(400, f"stream_options.{name[:100]} is not supported", "stream_options")
-        return typed(options, "include_usage", bool, False)
-
-    def _check_count(self, prompt, n, limit):
-        """Before thousands of prompts are tokenized in vain."""
-        many = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
-        if many * n > limit:
-            raise ApiError(400, f"{many} prompts times n={n} are {many * n} requests; the queue holds {limit}",
-                           "prompt")
-
     def answer(self):
-        return event_stream(self.events()) if self.stream else self.whole()
+        return event_stream(self.job, self.events()) if self.stream else self.whole()
 
     def body(self, choices, **more):
         return {"id": self.job.id, "object": "text_completion", "created": self.created, "model": self.model,
@@ -457,16 +438,18 @@ class Completion:
                 yield ": waiting\n\n" if piece is None else sse(self.body([piece], **usage))
             if self.include_usage:
                 yield sse(self.body([], usage=self.usage()))
+        except ClientGone:
+            raise
         except ApiError as err:
             yield sse(err.body)
         yield sse("[DONE]")
 
     def whole(self):
-        found = collections.defaultdict(list)
+        found = [[] for _ in self.choices]
         for piece in self.pieces():
             if piece:
                 found[piece["index"]].append(piece)
-        return json_response(self.body([join_pieces(found[n]) for n in sorted(found)], usage=self.usage()))
+        return self.body([join_pieces(pieces) for pieces in found], usage=self.usage())
 
 
 def page_stream(server):
@@ -476,16 +459,19 @@ def page_stream(server):
     bodies = typed(body, "requests", list, [body])
     if not bodies or ("requests" in body and len(body) > 1):
         raise ApiError(400, "requests must be at least 1 object, without other fields beside it", "requests")
+    check_count(len(bodies), server.scheduler.max_waiting)
     asked = []
     for one in bodies:
         one = known_fields(one, STREAM_FIELDS)
         params = sampling_params(one, logprobs=5)
         asked.append(Request(server.prompts.encode(typed(one, "prompt", str, "")), params))
     job = Job(server.scheduler, asked)
-    return event_stream(page_events(job, [Choice(r, n) for n, r in enumerate(asked)], server.scheduler.model.config))
+    return event_stream(job, page_events(job, server.scheduler.model.config))
 
 
-def page_events(job, choices, config):
+def page_events(job, config):
+    streams = [TextStream(r.params.stop, r.params.min_tokens) for r in job.requests]
+    fed = [0] * len(streams)
     for n, r in enumerate(job.requests):
         limit = engine.output_limit(r, config)
         yield sse({"index": n, "id": r.id, "prompt_tokens": len(r.prompt_ids), "max_tokens": limit}, "start")
@@ -494,91 +480,105 @@ def page_events(job, choices, config):
             yield ": waiting\n\n"
             continue
         index, token = event
-        choice, r = choices[index], job.requests[index]
+        r, text = job.requests[index], streams[index]
         if token is not None:
-            yield sse({"index": index} | token_event(r, choice.fed, choice.feed(token)), "token")
+            yield sse({"index": index, "text": text.feed(token)} | token_view(r, fed[index]), "token")
+            fed[index] += 1
         elif failure := job.failure(index):
             yield sse({"index": index} | failure.body, "error")
         else:
-            yield sse({"index": index, "text": choice.finish()["text"]} | summary(r), "done")
+            yield sse({"index": index, "text": text.finish()} | summary(r), "done")
 
 
-def token_event(r, n, piece):
+def token_view(r, n):
     """The n-th output token; times in seconds since the request arrived."""
     scored = r.logprobs[n]
-    return {"text": piece["text"] if piece else "", "id": scored.token, "token": token_name(scored.token),
-            "logprob": scored.logprob, "top": [[token_name(t), logprob] for t, logprob in scored.top.items()],
+    return {"id": scored.token, "token": token_name(scored.token), "logprob": scored.logprob,
+            "top": [[token_name(token), logprob] for token, logprob in scored.top.items()],
             "seconds": r.token_times[n] - r.arrival_time, "cached_tokens": r.cached_tokens}
 
 
 def summary(r):
-    """Counts and times (seconds) of a request that has ended."""
-    times = r.token_times
+    """Counts and times (seconds) of a request that has ended; None is what it never came to."""
+    first, last = (r.token_times[0], r.token_times[-1]) if r.token_times else (None, None)
+    gaps = len(r.token_times) - 1
+
+    def between(start, end):
+        return None if start is None or end is None else end - start
+
     return {"finish_reason": r.finish_reason, "prompt_tokens": len(r.prompt_ids), "cached_tokens": r.cached_tokens,
             "output_tokens": len(r.output_ids), "preemptions": r.preemptions,
-            "queued": (r.scheduled_time or r.finish_time) - r.arrival_time,
-            "first_token": times[0] - r.arrival_time if times else None,
-            "total": r.finish_time - r.arrival_time,
-            "tokens_per_second": (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None}
+            "queued": between(r.arrival_time, r.scheduled_time), "prefill": between(r.scheduled_time, first),
+            "first_token": between(r.arrival_time, first), "decode": between(first, last),
+            "inference": between(r.scheduled_time, last), "total": between(r.arrival_time, r.finish_time),
+            "per_token": (last - first) / gaps if gaps > 0 else None}
 
 
 # ---------------------------------------------------------------------------------------------------
 # Metrics and the view of the engine
 
-class Metrics:
-    """Prometheus metrics under vLLM's names and with its meanings: times count from a request's arrival."""
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+OF_REQUESTS = {                                                      # what of a summary goes where, when it has ended
+    "total": ("e2e_request_latency_seconds", "Arrival to end.", SECONDS),
+    "queued": ("request_queue_time_seconds", "Arrival to admission.", SECONDS),
+    "prefill": ("request_prefill_time_seconds", "Admission to first token.", SECONDS),
+    "decode": ("request_decode_time_seconds", "First token to last.", SECONDS),
+    "inference": ("request_inference_time_seconds", "Admission to last token.", SECONDS),
+    "per_token": ("request_time_per_output_token_seconds", "Mean gap between the tokens of a request.", SECONDS),
+    "prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
+    "output_tokens": ("request_generation_tokens", "Tokens that a request made.", TOKENS)}
 
-    SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
-    TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+
+class Metrics:
+    """Prometheus metrics under vLLM's names and with its meanings: times count from a request's arrival.
+
+    They are brought up to date when they are asked for, and every second, so the engine does nothing for them.
+    """
 
     def __init__(self, scheduler, name):
         self.scheduler, self.labels, self.registry = scheduler, {"model_name": name, "engine": "0"}, CollectorRegistry()
+        self.ended, self.seen, self.lock = collections.deque(), {}, threading.Lock()   # seen: request -> tokens
         self.success = Counter("vllm:request_success", "Requests by how they ended.", [*self.labels, "finished_reason"],
                                registry=self.registry)
-        for attribute, name, text, buckets in (
-                ("ttft", "time_to_first_token_seconds", "Arrival to first token.", self.SECONDS),
-                ("itl", "inter_token_latency_seconds", "Each gap between two tokens.", self.SECONDS),
-                ("tpot", "request_time_per_output_token_seconds", "Mean of a request's gaps.", self.SECONDS),
-                ("e2e", "e2e_request_latency_seconds", "Arrival to end.", self.SECONDS),
-                ("queued", "request_queue_time_seconds", "Arrival to admission.", self.SECONDS),
-                ("prefill", "request_prefill_time_seconds", "Admission to first token.", self.SECONDS),
-                ("decode", "request_decode_time_seconds", "First token to last.", self.SECONDS),
-                ("inference", "request_inference_time_seconds", "Admission to last token.", self.SECONDS),
-                ("prompt", "request_prompt_tokens", "Prompt tokens of a request.", self.TOKENS),
-                ("output", "request_generation_tokens", "Tokens that a request made.", self.TOKENS),
-                ("max_tokens", "request_params_max_tokens", "max_tokens of a request.", self.TOKENS)):
-            histogram = Histogram("vllm:" + name, text, self.labels, buckets=buckets, registry=self.registry)
-            setattr(self, attribute, histogram.labels(**self.labels))
+        self.first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS)
+        self.gap = self._histogram("inter_token_latency_seconds", "Each gap between two tokens.", SECONDS)
+        self.of_requests = {key: self._histogram(*what) for key, what in OF_REQUESTS.items()}
         self.registry.register(self)
 
-    def observe(self, r):
-        """A request has ended."""
-        self.success.labels(**self.labels, finished_reason=r.finish_reason).inc()
-        self.e2e.observe(r.finish_time - r.arrival_time)
-        self.prompt.observe(len(r.prompt_ids))
-        self.output.observe(len(r.output_ids))
-        self.max_tokens.observe(engine.output_limit(r, self.scheduler.model.config))
-        if r.scheduled_time is not None:
-            self.queued.observe(r.scheduled_time - r.arrival_time)
-        if times := r.token_times:
-            self.ttft.observe(times[0] - r.arrival_time)
-            self.prefill.observe(times[0] - r.scheduled_time)
-            self.decode.observe(times[-1] - times[0])
-            self.inference.observe(times[-1] - r.scheduled_time)
-            for gap in np.diff(times):
-                self.itl.observe(gap)
-            if len(times) > 1:
-                self.tpot.observe((times[-1] - times[0]) / (len(times) - 1))
+    def _histogram(self, name, text, buckets):
+        histogram = Histogram("vllm:" + name, text, self.labels, buckets=buckets, registry=self.registry)
+        return histogram.labels(**self.labels)
+
+    def update(self):
+        with self.lock:
+            running = self.scheduler.running
+            ended = [self.ended.popleft() for _ in range(len(self.ended))]
+            for r in {*running, *self.seen, *ended}:
+                self._observe_tokens(r, list(r.token_times))
+            for r in ended:
+                del self.seen[r]
+                self.success.labels(**self.labels, finished_reason=r.finish_reason).inc()
+                for key, value in summary(r).items():
+                    if key in self.of_requests and value is not None:
+                        self.of_requests[key].observe(value)
+
+    def _observe_tokens(self, r, times):
+        seen = self.seen.get(r, 0)
+        if times and not seen:
+            self.first.observe(times[0] - r.arrival_time)
+        for before, after in itertools.pairwise(times[max(0, seen - 1):]):
+            self.gap.observe(after - before)
+        self.seen[r] = len(times)
 
     def collect(self):
         """What the scheduler counts itself, read when Prometheus asks."""
-        stats, labels = self.scheduler.stats(), list(self.labels)
-        pages = self.scheduler.cache.max_pages
+        stats, labels, cache = self.scheduler.stats(), list(self.labels), self.scheduler.cache
         for kind, name, text, value in (
                 (GaugeMetricFamily, "num_requests_running", "Requests in slots.", stats["running"]),
                 (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", stats["waiting"]),
                 (GaugeMetricFamily, "kv_cache_usage_perc", "Share of pages in use, 1 is all.",
-                 stats["pages_used"] / pages),
+                 stats["pages_used"] / cache.max_pages),
                 (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
                  stats["prompt_tokens"] if self.scheduler.prefix_cache else 0),
                 (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found there.", stats["cached_tokens"]),
@@ -588,6 +588,10 @@ class Metrics:
             family = kind("vllm:" + name, text, labels=labels)
             family.add_metric(list(self.labels.values()), value)
             yield family
+        sizes = {"block_size": str(cache.page_size), "num_gpu_blocks": str(cache.max_pages)} | self.labels
+        info = GaugeMetricFamily("vllm:cache_config_info", "Size and number of the pages.", labels=list(sizes))
+        info.add_metric(list(sizes.values()), 1)
+        yield info
 
 
 class Monitor:
@@ -595,43 +599,38 @@ class Monitor:
 
     LINE_SECONDS = 10
 
-    def __init__(self, scheduler):
-        self.scheduler, self.before, self.line_due, self.line_stats = scheduler, scheduler.stats(), 0, None
+    def __init__(self, scheduler, metrics):
+        self.scheduler, self.metrics, self.before, self.ticks = scheduler, metrics, scheduler.stats(), 0
         self.history = collections.deque(maxlen=HISTORY_SECONDS)
-        # The thread ends with the scheduler: it holds no reference to either.
-        threading.Thread(target=self._run, args=(weakref.ref(self),), name="monitor", daemon=True).start()
+        threading.Thread(target=self._run, name="monitor", daemon=True).start()
 
-    @staticmethod
-    def _run(reference):
-        while True:
+    def _run(self):
+        while not self.scheduler.stopping:
             time.sleep(1)
-            if (monitor := reference()) is None:
-                return
-            monitor.tick()
-            del monitor
+            self.tick()
 
     def tick(self):
         """Called every second."""
-        now = self.scheduler.stats()
+        now, self.ticks = self.scheduler.stats(), self.ticks + 1
         self.history.append({"tokens": now["output_tokens"] - self.before["output_tokens"],
                              "running": now["running"], "waiting": now["waiting"]})
-        self.before, busy = now, now["running"] + now["waiting"]
-        if busy and self.line_stats is None:
-            self.line_stats, self.line_due = now, time.monotonic() + self.LINE_SECONDS
-        elif self.line_stats and time.monotonic() >= self.line_due:
-            seconds = time.monotonic() - self.line_due + self.LINE_SECONDS
-            rate = (now["output_tokens"] - self.line_stats["output_tokens"]) / seconds
+        self.before = now
+        self.metrics.update()
+        tokens = sum(second["tokens"] for second in list(self.history)[-self.LINE_SECONDS:])
+        if self.ticks % self.LINE_SECONDS == 0 and (tokens or now["running"] or now["waiting"]):
             log.info("%d running, %d waiting, %.1f tokens/s, pages: %d used, %d cached, %d free", now["running"],
-                     now["waiting"], rate, now["pages_used"], now["pages_cached"], now["pages_free"])
-            self.line_stats, self.line_due = (now if busy else None), time.monotonic() + self.LINE_SECONDS
+                     now["waiting"], tokens / self.LINE_SECONDS, now["pages_used"], now["pages_cached"],
+                     now["pages_free"])
 
-    def request_line(self, r):
-        s = summary(r)
-        first = "" if s["first_token"] is None else f"first token {s['first_token']:.3f} s, "
-        rate = "" if s["tokens_per_second"] is None else f"{s['tokens_per_second']:.1f} tokens/s, "
-        log.info("%s: %d prompt tokens (%d cached), %d new, queued %.3f s, %s%stotal %.3f s, %s", r.id,
-                 s["prompt_tokens"], s["cached_tokens"], s["output_tokens"], s["queued"], first, rate, s["total"],
-                 s["finish_reason"])
+    def ended(self, r):
+        """The scheduler's `on_finish`."""
+        self.metrics.ended.append(r)
+        times = summary(r)
+        parts = [f"{words} {times[key]:.3f} s" for key, words in (("queued", "queued"), ("first_token", "first token"),
+                 ("total", "total")) if times[key] is not None]
+        rate = [f"{1 / times['per_token']:.1f} tokens/s"] if times["per_token"] else []
+        log.info("%s: %d prompt tokens (%d cached), %d new, %s, %s", r.id, len(r.prompt_ids), r.cached_tokens,
+                 len(r.output_ids), ", ".join(parts + rate), r.finish_reason)
 
 
 def request_view(scheduler, r, state, now):
@@ -672,12 +671,9 @@ class ModelServer:
         self.prompts, weight = Prompts(encoding, model.config), model.wte.weight
         self.name = Path(model.name).resolve().name if Path(model.name).is_dir() else model.name or "gpt2"
         self.device, self.dtype = weight.device.type, str(weight.dtype).removeprefix("torch.")
-        self.metrics, self.monitor = Metrics(scheduler, self.name), Monitor(scheduler)
-        scheduler.on_finish = self.ended
-
-    def ended(self, r):
-        self.metrics.observe(r)
-        self.monitor.request_line(r)
+        self.metrics = Metrics(scheduler, self.name)
+        self.monitor = Monitor(scheduler, self.metrics)
+        scheduler.on_finish = self.monitor.ended
 
     def models(self):
         return {"object": "list", "data": [self.model_object()]}
@@ -696,7 +692,7 @@ class ModelServer:
         text = typed(body, "prompt", str)
         if text is None:
             raise ApiError(400, "prompt is missing", "prompt")
-        ids = self.encoding.encode_ordinary(plain(text))
+        ids = self.encoding.encode_ordinary(text)
         strings = {"token_strs": [token_name(t) for t in ids]} if typed(body, "return_token_strs", bool) else {}
         return {"count": len(ids), "max_model_len": self.scheduler.model.config.n_positions, "tokens": ids} | strings
 
@@ -705,8 +701,8 @@ class ModelServer:
         if "tokens" not in body:
             raise ApiError(400, "tokens is missing", "tokens")
         for token in typed(body, "tokens", list):
-            check_number("a token id of tokens", token, Integral, 0, self.scheduler.model.config.vocab_size - 1)
-        return {"prompt": "".join(engine.stream_text(body["tokens"]))}
+            check_number("a token id of tokens", token, Integral, 0, self.encoding.n_vocab - 1)
+        return {"prompt": self.encoding.decode(body["tokens"])}
 
     def health(self):
         if not self.scheduler.alive:
@@ -717,24 +713,27 @@ class ModelServer:
 def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
     """The Flask app over a scheduler that was started. note: a line for the page's header."""
     app, server = Flask(__name__, static_folder=None), ModelServer(scheduler, encoding, note)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
-    handle_errors(app)
+    app.config["MAX_CONTENT_LENGTH"], app.json.sort_keys = MAX_BODY, False
+    app.register_error_handler(Exception, answer_error)
     open_routes = "page", "health"
 
     @app.before_request
     def check_key():
-        given = request.headers.get("Authorization", "")
-        if api_key and request.method != "OPTIONS" and request.endpoint not in open_routes and not hmac.compare_digest(
-                given.encode("latin-1", "replace"), f"Bearer {api_key}".encode()):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        given = request.headers.get("Authorization", "").encode("latin-1", "replace")
+        if api_key is not None and request.method != "OPTIONS" and request.endpoint not in open_routes \
+                and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key",
+                           headers={"WWW-Authenticate": "Bearer"})
 
     @app.after_request
     def allow_origin(response):
         origin = request.headers.get("Origin")
         if origin and (origin in cors_origins or "*" in cors_origins):
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
-            response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+            asked = request.headers.get("Access-Control-Request-Headers", "Authorization, Content-Type")
+            response.headers.update({
+                "Access-Control-Allow-Origin": origin, "Access-Control-Allow-Headers": asked,
+                "Access-Control-Allow-Methods": "GET, POST", "Access-Control-Expose-Headers": "Retry-After",
+                "Access-Control-Max-Age": "600"})
             response.vary.add("Origin")
         return response
 
@@ -746,51 +745,25 @@ def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
             "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
         return response
 
-    app.post("/v1/completions")(lambda: Completion(server).answer())
-    app.post("/stream", endpoint="stream")(lambda: page_stream(server))
-
     @app.get("/v1/models/<path:name>")
     def model(name):
         if name != server.name:
             raise ApiError(404, f"the model is {server.name}, there is no {shown(name)}", "model", "model_not_found")
-        return json_response(server.model_object())
-
-    for rule, view, method in (("/v1/models", server.models, "GET"), ("/health", server.health, "GET"),
-                               ("/slots", server.slots, "GET"), ("/tokenize", server.tokenize, "POST"),
-                               ("/detokenize", server.detokenize, "POST")):
-        app.add_url_rule(rule, view.__name__, lambda view=view: json_response(view()), methods=[method])
+        return server.model_object()
 
     @app.get("/metrics")
     def metrics():
+        server.metrics.update()
         return Response(generate_latest(server.metrics.registry), content_type=CONTENT_TYPE_LATEST)
 
+    app.post("/v1/completions", endpoint="completions")(lambda: Completion(server).answer())
+    app.post("/stream", endpoint="stream")(lambda: page_stream(server))
+    app.get("/v1/models")(server.models)
+    app.get("/health")(server.health)
+    app.get("/slots")(server.slots)
+    app.post("/tokenize")(server.tokenize)
+    app.post("/detokenize")(server.detokenize)
     return app
-
-
-def handle_errors(app):
-    @app.errorhandler(ApiError)
-    def api_error(err):
-        return err.response()
-
-    @app.errorhandler(UserError)
-    def user_error(err):
-        return ApiError.of(err).response()
-
-    @app.errorhandler(ClientGone)
-    def client_gone(err):
-        return ApiError(499, "the client closed the connection").response()
-
-    @app.errorhandler(HTTPException)
-    def http_error(err):
-        message = {404: f"there is no {shown(request.path)}", 405: f"{request.path} does not take {request.method}",
-                   413: f"the body has more than {MAX_BODY} bytes"}.get(err.code, err.description)
-        headers = {name: value for name, value in err.get_headers() if name in ("Allow", "Location")}
-        return ApiError(err.code, message, headers=headers).response()
-
-    @app.errorhandler(Exception)
-    def fault(err):
-        log.exception("a fault of the server's, not of the request")
-        return ApiError(500, "a fault of the server's").response()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -803,21 +776,25 @@ class Handler(WSGIRequestHandler):
     timeout = STALLED_SECONDS
     wbufsize = 2**16                                                 # an event is one packet ...
     disable_nagle_algorithm = True                                   # ... which leaves at once
-    error_content_type = "application/json"
-    error_message_format = ('{"error": {"message": "%(message)s", "type": "invalid_request_error", "param": null, '
-                            '"code": null}}')
+    default_request_version = "HTTP/1.1"                             # to garbage, too, goes an answer with a status
 
     def run_wsgi(self):
-        self.environ = {}
         try:
             urlsplit(self.path)
         except ValueError:
-            return self.send_error(400, "Bad request target")
-        try:
-            super().run_wsgi()
-        finally:
-            for end in self.environ.get("demo.at_end", ()):
-                end()
+            return self.send_error(400, "bad request target")
+        super().run_wsgi()
+
+    def send_error(self, code, message=None, explain=None):
+        """What is no HTTP is answered in JSON too."""
+        body = json.dumps(ApiError(int(code), message or self.responses[code][0]).body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+        self.close_connection = True
 
     def finish(self):
         with contextlib.suppress(OSError):                           # the client has gone
@@ -831,7 +808,7 @@ class Handler(WSGIRequestHandler):
 
 
 class Server(ThreadedWSGIServer):
-    """Listens on a socket that is bound already. Knows its open connections, to bound and to await them."""
+    """Listens on a socket that is bound already. Knows the threads of its open connections."""
 
     daemon_threads = True
 
@@ -839,33 +816,24 @@ class Server(ThreadedWSGIServer):
         host, port = listener.getsockname()[:2]
         super().__init__(host, port, app, handler=Handler, fd=listener.fileno())
         listener.close()                                             # the server has a copy of its own
-        self.open, self.closed = 0, threading.Condition()
+        self.handlers = set()
 
     def process_request(self, connection, address):
-        with self.closed:
-            if self.open >= MAX_CONNECTIONS:
-                return self.shutdown_request(connection)
-            self.open += 1
-        try:
-            super().process_request(connection, address)
-        except RuntimeError:  # no more threads
-            self._count_closed()
-            raise
+        if len(self.handlers) >= MAX_CONNECTIONS:
+            return self.shutdown_request(connection)
+        super().process_request(connection, address)
 
     def process_request_thread(self, connection, address):
+        self.handlers.add(threading.current_thread())
         try:
             super().process_request_thread(connection, address)
         finally:
-            self._count_closed()
-
-    def _count_closed(self):
-        with self.closed:
-            self.open -= 1
-            self.closed.notify_all()
+            self.handlers.discard(threading.current_thread())
 
     def wait_closed(self, seconds):
-        with self.closed:
-            return self.closed.wait_for(lambda: self.open == 0, seconds)
+        end = time.monotonic() + seconds
+        for thread in list(self.handlers):
+            thread.join(max(0, end - time.monotonic()))
 
 
 def listen(host, port):
@@ -878,11 +846,16 @@ def listen(host, port):
         raise UserError(f"{host} port {port} can't be listened on: {err.strerror or err}") from None
 
 
-def run(server, scheduler):
-    """Serves until SIGINT or SIGTERM. Then open streams are told, and have 3 seconds to read it."""
+def stop_signals():
+    """An event that SIGINT and SIGTERM set."""
     stop = threading.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: stop.set())
+    return stop
+
+
+def run(server, scheduler, stop):
+    """Serves until `stop` is set. Then open streams are told, and have 3 seconds to read it."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     thread.start()
     while not stop.wait(0.5):                                        # with a time limit, or Windows would not wake it
@@ -919,6 +892,8 @@ def main(argv=None):
     args = parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stderr)
     try:
+        if args.api_key == "":
+            raise UserError("--api-key is empty; leave it out to ask for none")
         listener = listen(args.host, args.port)
         model = engine.load_model(args.model, engine.GPT2Paged, args.dtype, args.device, max_pages=args.pages)
         scheduler = engine.ContinuousBatchingScheduler(model, args.max_batch_size, args.max_waiting,
@@ -934,8 +909,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     host = "localhost" if args.host in ("127.0.0.1", "0.0.0.0", "::", "::1") else args.host
+    host, stop = f"[{host}]" if ":" in host else host, stop_signals()
     print(f"GPT-2 ({model.name}) on http://{host}:{server.port}  Ctrl-C ends it", flush=True)
-    run(server, scheduler)
+    run(server, scheduler, stop)
 
 
 if __name__ == "__main__":

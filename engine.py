@@ -1189,7 +1189,8 @@ class Request:
     """One prompt on its way to a text.
 
     output_queue        token ids as they come, then None (when a scheduler runs it)
-    output_ids          all of them; logprobs: a TokenLogprobs each, where asked for
+    output_ids          all of them
+    logprobs            a TokenLogprobs each, where asked for, and one of the end-of-text token that ended them
     prompt_logprobs     a TokenLogprobs for each prompt token after the first, where asked for, before any output
     finish_reason       "stop" (end of text, stop string), "length" (max_tokens, context), "abort", "error"; see `error`
     arrival_time, scheduled_time, token_times, finish_time     seconds of time.monotonic(); None until then
@@ -1254,11 +1255,11 @@ class Request:
 
     def accept(self, token, logprobs, config):
         """Take the next token. -> whether it is part of the output; sets finish_reason where it is the last."""
+        self.logprobs += [logprobs] * (logprobs is not None)
         if token == config.eos_token_id and not self.params.ignore_eos:
             self.finish_reason = "stop"
             return False
         self.output_ids.append(token)
-        self.logprobs += [logprobs] * (logprobs is not None)
         if self.text:
             self.text.feed(token)
         if self.text and self.text.stopped:

@@ -99,6 +99,18 @@ def test_openai_client_scores_a_prompt(client, tiny_models):
     assert all(PROMPT[at:].startswith(token) for at, token in zip(logprobs.text_offset, logprobs.tokens))
 
 
+def test_an_end_of_text_is_scored_too(server):
+    """lm-eval asks for one token more than it scores, and leaves the last out: there must always be one."""
+    answer = server.complete(prompt=PROMPT, max_tokens=1, echo=True, logprobs=1, logit_bias={"50256": 100})
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "stop")
+    assert choice["logprobs"]["tokens"] == [*map(ENC.decode, ([token] for token in IDS)), "<|endoftext|>"]
+    assert choice["logprobs"]["text_offset"][-1] == len(PROMPT) and choice["logprobs"]["token_logprobs"][-1] < 0
+    *events, _ = server.events(prompt=PROMPT, max_tokens=1, echo=True, logprobs=1, stream=True,
+                               logit_bias={"50256": 100})
+    assert same(demo.join_pieces([e["choices"][0] for e in events]), choice)
+
+
 ERRORS = [
     (dict(prompt=PROMPT, temperature=-1), openai.BadRequestError, "temperature", "must be"),
     (dict(prompt=[50257]), openai.BadRequestError, "prompt", "0 to 50256"),
@@ -197,6 +209,7 @@ def test_tokenize_and_back(server):
     assert answer["max_model_len"] == 1024 and answer["token_strs"][0] == "Gr"
     assert any(name.startswith("bytes:\\x") for name in answer["token_strs"])
     assert server.call("/detokenize", {"tokens": answer["tokens"]})[2] == {"prompt": text}
+    assert server.call("/detokenize", {"tokens": [50256, 5]})[2] == {"prompt": "<|endoftext|>&"}
     assert server.call("/detokenize", {"tokens": [50257]})[0] == 400
 
 
@@ -217,6 +230,21 @@ def test_slots_show_every_page_and_request(server):
         assert pages["cached"] == pages["owner"].count(-2)
         assert len(pages["shared"]) == (len(LONG) - 1) // 16
     assert server.idle()
+
+
+def test_metrics_know_the_tokens_of_a_running_stream(server):
+    def count(name):
+        text = server.call("/metrics")[2].decode()
+        return sum(s.value for f in text_string_to_metric_families(text) for s in f.samples if s.name == name)
+
+    firsts, gaps, ended = (f"vllm:{name}_seconds_count" for name in
+                           ("time_to_first_token", "inter_token_latency", "e2e_request_latency"))
+    before = count(firsts), count(gaps), count(ended)
+    with contextlib.closing(server.open_socket(SLOW | {"stream": True})):
+        assert wait_until(lambda: any(len(r.output_ids) > 20 for r in server.scheduler.running))
+        assert count(firsts) == before[0] + 1 and count(gaps) >= before[1] + 20 and count(ended) == before[2]
+    assert server.idle()
+    assert count(firsts) == before[0] + 1 and count(ended) == before[2] + 1
 
 
 def test_prometheus_reads_the_metrics(tiny):
@@ -322,15 +350,18 @@ def malformed():
             temperature=[-1, "1", True, [1]], top_p=[0, 1.1, "x"], top_k=[-2, 1.5, "x"], min_p=[-0.1, 2],
             repetition_penalty=[0, -1], presence_penalty=[3], frequency_penalty=[-3], n=[0, 129, 1.5, "2"],
             max_tokens=[-1, 1.5, "5"], min_tokens=[-1, 5], seed=[2**63, 0.5], logprobs=[-1, 21, True],
-            stop=[5, [5], [""], "", ["a"] * 5, {}], logit_bias=[[], {"x": 1}, {"-1": 1}, {"50257": 1}, {"5": 101}],
+            stop=[5, [5], [""], "", ["a"] * 5, {}],
+            logit_bias=[[], {"x": 1}, {"1_0": 1}, {"-1": 1}, {"50257": 1}, {"5": 101}],
             ignore_eos=["yes"], echo=[1], stream=["true"], user=[5], model=[5],
             stream_options=[[], {"include_usage": True}],
     ).items():
         for value in values:
             yield ask(400, field, **{field: value})
-    yield ask(400, "stream_options.foo", stream=True, stream_options={"foo": 1})
+    yield ask(400, "'foo'", stream=True, stream_options={"foo": 1})
     yield ask(400, "include_usage", stream=True, stream_options={"include_usage": 1})
     yield ask(400, "2560 requests", prompt=["x"] * 20, n=128)
+    yield "/stream", dict(body={"requests": [{}] * 1025}), 400, "1025 requests"
+    yield ask(400, "logit_bias has 1025", logit_bias={str(n): 1 for n in range(1025)})
     yield ask(404, "gpt-5", model="gpt-5")
     yield ask(400, "best_of", best_of=2)
     yield ask(400, "suffix", suffix="x")
@@ -381,7 +412,8 @@ def test_unusual_but_right(server):
 
 def test_requests_below_http(server, capfd):
     """What is no HTTP gets an answer where one is possible, and never a traceback."""
-    for data in (b"GARBAGE\r\n\r\n", b"GET //[ HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00",
+    for data in (b"GARBAGE\r\n\r\n", b'"x"\r\n\r\n', b'GET / HT"P\r\n\r\n',
+                 b"GET //[ HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\n",
                  b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: x\r\n\r\n",
                  b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: -5\r\n\r\n",
                  b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\n"
@@ -394,7 +426,9 @@ def test_requests_below_http(server, capfd):
             with contextlib.suppress(ConnectionError):
                 while more := connection.recv(65536):
                     answer += more
-        assert not answer or (b'{"error"' in answer and b" 500 " not in answer), answer[:200]
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert re.match(rb"HTTP/1.1 (4\d\d|505) ", head), answer[:200]
+        assert json.loads(body)["error"]["message"]
     assert server.call("/health")[0] == 200
     assert "Traceback" not in capfd.readouterr().err
 
@@ -424,6 +458,7 @@ def test_api_key(tiny):
         for path in ("/slots", "/metrics", "/v1/models", "/nope"):
             status, error = error_of(server.call(path))
             assert (status, error["code"]) == (401, "invalid_api_key")
+            assert server.call(path)[1]["WWW-Authenticate"] == "Bearer"
         assert error_of(server.call("/v1/completions", {"prompt": "x"}))[0] == 401
         assert server.call("/slots", headers={"Authorization": "Bearer wrong"})[0] == 401
         assert server.call("/slots", headers={"Authorization": "Bearer sésame".encode()})[0] == 200
@@ -437,9 +472,10 @@ def test_cors_only_when_asked(server, tiny):
     origin = {"Origin": "https://a.example"}
     assert "Access-Control-Allow-Origin" not in server.call("/health", headers=origin)[1]
     with Running(with_pages(tiny), cors_origins=["https://a.example"], api_key="k") as other:
-        headers = other.call("/v1/completions", method="OPTIONS", headers=origin)[1]
-        assert headers["Access-Control-Allow-Origin"] == "https://a.example"
-        assert "Authorization" in headers["Access-Control-Allow-Headers"]
+        asked = {"Access-Control-Request-Headers": "authorization, content-type, x-stainless-os"}
+        status, headers, _ = other.call("/v1/completions", method="OPTIONS", headers=origin | asked)
+        assert status == 200 and headers["Access-Control-Allow-Origin"] == "https://a.example"
+        assert "x-stainless-os" in headers["Access-Control-Allow-Headers"]
         refused = other.call("/slots", headers=origin)
         assert refused[0] == 401 and refused[1]["Access-Control-Allow-Origin"] == "https://a.example"
         assert "Access-Control-Allow-Origin" not in other.call("/health", headers={"Origin": "https://b.example"})[1]
@@ -480,6 +516,15 @@ def test_a_client_that_goes_away_frees_its_place(server, body, how):
     if how == "reset":
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
+    assert server.idle(2.0)
+
+
+def test_a_client_that_sent_more_than_its_body_is_seen_leaving_too(server):
+    with contextlib.closing(server.open_socket(SLOW)) as connection:
+        assert wait_until(lambda: server.scheduler.stats()["pages_used"] > 0)
+        connection.sendall(b"\r\nGET / HTTP/1.1\r\n\r\n")
+        time.sleep(0.1)
+        assert server.scheduler.running
     assert server.idle(2.0)
 
 
@@ -569,7 +614,7 @@ def test_300_random_rounds_leave_nothing_behind(tiny):
         stats = server.scheduler.stats()
         assert stats["pages_free"] + stats["pages_cached"] == 64 and stats["finished"] == stats["requests"] > 300
         assert not server.scheduler.cache.references.any()
-        assert wait_until(lambda: server.server.open == 0)
+        assert wait_until(lambda: not server.server.handlers)
 
 
 def collect(function, failed):
@@ -645,7 +690,8 @@ def test_signals_end_the_program_and_tell_open_streams(sign):
 
 @pytest.mark.parametrize("flags, words", [
     (["--port", "99999"], "--port"), (["--host", "256.1.1.1"], "256.1.1.1"), (["--pages", "0"], "max_pages"),
-    (["--max-batch-size", "0"], "max_batch_size"), (["--device", "abacus"], "abacus"), (["--model", "a b"], "a b")])
+    (["--max-batch-size", "0"], "max_batch_size"), (["--api-key", ""], "--api-key"),
+    (["--device", "abacus"], "abacus"), (["--model", "a b"], "a b")])
 def test_mistakes_on_the_command_line_are_one_line(flags, words, capsys):
     with pytest.raises(SystemExit) as caught:
         demo.main(["--port", "0", "--model", "tiny", *flags])

@@ -130,7 +130,7 @@ def test_eight_can_be_stopped(open_page, server):
     page.click("text=Run 8 at once")
     expect(page.locator("#engine-state")).to_have_text("4 of 4 slots busy")
     page.click("#stop")
-    expect(page.locator("#status")).to_have_text("Stopped.")
+    expect(page.locator("#eight-status")).to_have_text("Stopped.")
     assert server.idle(2)
     expect(page.locator("text=Run 8 at once")).to_be_enabled()
 
@@ -208,10 +208,55 @@ def test_keyboard_alone_reaches_everything(open_page):
                     "generate", "again", "copy", "view", "continuous", "static"}
 
 
+def test_focus_stays_where_it_was_and_nothing_covers_a_button(open_page):
+    page = open_page()
+    page.fill("[name=max_tokens]", "400")
+    page.fill("[name=temperature]", "5")
+    page.focus("#generate")
+    page.keyboard.press("Enter")
+    expect(page.locator("#stop")).to_be_enabled()
+    assert page.evaluate("document.activeElement.id") == "generate"
+    page.focus("#stop")
+    page.keyboard.press("Enter")
+    expect(page.locator("#stop")).to_be_disabled()
+    assert page.evaluate("document.activeElement.id") == "stop"
+    for where in ("0", "1e9"):
+        page.evaluate(f"scrollTo(0, {where})")
+        covered = page.evaluate("""[...document.querySelectorAll("button, input, textarea")].filter(e => {
+            const {x, y, width, height} = e.getBoundingClientRect(), cx = x + width / 2, cy = y + height / 2;
+            return height && cy > 0 && cy < innerHeight && !e.contains(document.elementFromPoint(cx, cy)); })
+            .map(e => e.outerHTML)""")
+        assert covered == []
+
+
+def test_escape_closes_the_alternatives_before_it_stops(open_page, server):
+    page = open_page()
+    page.fill("[name=temperature]", "5")
+    page.fill("[name=max_tokens]", "900")
+    page.check("[value=tokens]", force=True)
+    page.click("#generate")
+    page.locator(".chip").nth(2).hover()
+    expect(page.locator("#tip")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#tip")).to_be_hidden()
+    expect(page.locator("#status")).to_have_text("Generating …")
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_contain_text("Stopped, ")
+    assert server.idle(2)
+
+
+def test_what_goes_wrong_with_the_eight_is_said_there(open_page, server, monkeypatch):
+    page = open_page(refused=True)
+    monkeypatch.setattr(server.scheduler, "max_waiting", 7)
+    page.click("text=Run 8 at once")
+    expect(page.locator("#eight-error")).to_contain_text("8 requests at once; the queue holds 7")
+    assert page.locator("#eight h3 span").all_inner_texts() == ["not run"] * 8
+
+
 def test_screen_readers_hear_of_the_end_only(open_page):
     page = open_page()
     live = page.locator("[aria-live], [role=status], [role=alert], [role=log]")
-    assert {e.get_attribute("id") for e in live.all()} == {"status", "error"}
+    assert {e.get_attribute("id") for e in live.all()} == {"status", "error", "eight-status", "eight-error"}
     for name in ("Prompt", "Tokens", "Temperature", "Top-k", "Top-p", "Repetition penalty", "Seed"):
         assert page.get_by_label(name, exact=True).count() >= 1, name
     assert page.locator("canvas:not([role=img][aria-label])").count() == 0
@@ -310,5 +355,5 @@ def test_copy(open_page):
     page.click("#generate")
     done(page)
     page.click("#copy")
-    expect(page.locator("#status")).to_have_text("Copied.")
+    expect(page.locator("#copy")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == page.locator("#text").text_content()
