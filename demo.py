@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import hmac
+import io
 import itertools
 import json
 import logging
@@ -43,6 +44,7 @@ from engine import QueueFull, Request, SamplingParams, TextStream, TokenLogprobs
 log = logging.getLogger("demo")
 
 MAX_BODY = 2 * 1024**2          # bytes
+MAX_TEXT = 500_000              # characters
 WATCH_SECONDS = 0.25            # how often a socket is looked at while nothing happens
 HEARTBEAT_SECONDS = 5           # an SSE comment, so that proxies keep a silent stream open
 STALLED_SECONDS = 30            # a client that sends or takes nothing for so long is dropped
@@ -99,12 +101,12 @@ def read_body(known):
     """The request's JSON object without its nulls, which mean the default. Raises ApiError for what is none."""
     if request.mimetype != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, not {shown(request.mimetype)}")
+    if "Transfer-Encoding" in request.headers:                       # werkzeug would read beyond what came
+        raise ApiError(411, "a body in chunks is not taken: Content-Length is needed")
     try:
         body = json.loads(request.get_data(cache=False))
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {STALLED_SECONDS} s") from None
-    except OSError as err:  # a body in chunks that breaks off or isn't any
-        raise ApiError(400, f"the body can't be read: {engine.first_line(err)}") from None
     except (ValueError, RecursionError) as err:
         raise ApiError(400, f"the body is not JSON: {engine.first_line(err)}") from None
     return known_fields(body, known)
@@ -172,9 +174,15 @@ class Prompts:
         if not text:
             return [self.config.eos_token_id or 0]
         self.check_length(math.ceil(len(text.encode("utf-8", "surrogatepass")) / self.longest_token), "at least ")
-        ids = self.encoding.encode_ordinary(text)
+        ids = self.tokenize(text)
         self.check_length(len(ids))
         return ids
+
+    def tokenize(self, text):
+        """Any text to ids, within what the tokenizer's regular expressions have stack for."""
+        if len(text) > MAX_TEXT:
+            raise ApiError(400, f"the text has {len(text)} characters, at most {MAX_TEXT} are tokenized", "prompt")
+        return self.encoding.encode_ordinary(text)
 
     def check_ids(self, ids):
         """Their values are checked when they are submitted."""
@@ -231,7 +239,8 @@ class Choice:
         text = self._prompt_text()
         offset = self.sent + len(text) + len(self.stream.held)
         self.pending += [(offset, end) for end in self.request.logprobs[self.fed:]]
-        return self._piece(text + self.stream.finish(), self.request.finish_reason)
+        text += self.stream.finish()
+        return self._piece(text, "stop" if self.stream.stopped else self.request.finish_reason)
 
     def _prompt_text(self):
         """The prompt, once, before anything else; its tokens are pending then."""
@@ -247,9 +256,10 @@ class Choice:
 
     def _piece(self, text, finish_reason=None):
         self.sent += len(text)
-        # A stop string ends the text: what comes after it is no token of the answer.
-        tokens = [p for p in self.pending if not self.stream.stopped or p[0] < self.sent]
-        self.pending = []
+        # A token goes with the text that passes it: what is held back may turn out to be behind a stop string.
+        last = finish_reason and not self.stream.stopped
+        tokens = [p for p in self.pending if last or p[0] < self.sent]
+        self.pending = self.pending[len(tokens):]
         wanted = self.scores or self.request.params.logprobs is not None
         return {"index": self.index, "text": text, "logprobs": logprobs_object(tokens) if wanted else None,
                 "finish_reason": finish_reason}
@@ -400,7 +410,8 @@ class Completion:
         self.choices, scored = [], echo and wanted is not None
         for group in groups:
             for r in group:
-                self.choices.append(Choice(r, len(self.choices), echo, group[0] if scored else None))
+                scores = (r if params.max_tokens == 0 else group[0]) if scored else None
+                self.choices.append(Choice(r, len(self.choices), echo, scores))
         self.prompts = [group[0] for group in groups]
         self.job = Job(server.scheduler, [choice.request for choice in self.choices])
         self.created = int(time.time())
@@ -692,7 +703,7 @@ class ModelServer:
         text = typed(body, "prompt", str)
         if text is None:
             raise ApiError(400, "prompt is missing", "prompt")
-        ids = self.encoding.encode_ordinary(text)
+        ids = self.prompts.tokenize(text)
         strings = {"token_strs": [token_name(t) for t in ids]} if typed(body, "return_token_strs", bool) else {}
         return {"count": len(ids), "max_model_len": self.scheduler.model.config.n_positions, "tokens": ids} | strings
 
@@ -701,7 +712,9 @@ class ModelServer:
         if "tokens" not in body:
             raise ApiError(400, "tokens is missing", "tokens")
         for token in typed(body, "tokens", list):
-            check_number("a token id of tokens", token, Integral, 0, self.encoding.n_vocab - 1)
+            if type(token) is not int or not 0 <= token < self.encoding.n_vocab:
+                limit = self.encoding.n_vocab - 1
+                raise ApiError(400, f"tokens must be ids from 0 to {limit}, not {shown(token)}", "tokens")
         return {"prompt": self.encoding.decode(body["tokens"])}
 
     def health(self):
@@ -715,6 +728,7 @@ def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
     app, server = Flask(__name__, static_folder=None), ModelServer(scheduler, encoding, note)
     app.config["MAX_CONTENT_LENGTH"], app.json.sort_keys = MAX_BODY, False
     app.register_error_handler(Exception, answer_error)
+    app.url_map.merge_slashes = False                                # a wrong path is unknown, not moved
     open_routes = "page", "health"
 
     @app.before_request
@@ -731,7 +745,8 @@ def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
         if origin and (origin in cors_origins or "*" in cors_origins):
             asked = request.headers.get("Access-Control-Request-Headers", "Authorization, Content-Type")
             response.headers.update({
-                "Access-Control-Allow-Origin": origin, "Access-Control-Allow-Headers": asked,
+                "Access-Control-Allow-Origin": origin if origin in cors_origins else "*",
+                "Access-Control-Allow-Headers": " ".join(asked.split()),
                 "Access-Control-Allow-Methods": "GET, POST", "Access-Control-Expose-Headers": "Retry-After",
                 "Access-Control-Max-Age": "600"})
             response.vary.add("Origin")
@@ -771,6 +786,13 @@ def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
 # (waitress, gunicorn) would be used up by as many streams; a thread that waits costs little. It also hands out
 # the socket, which is watched for clients that go away, and comes with Flask.
 
+class Arrived(io.BufferedReader):
+    """Reads what has arrived instead of waiting for all that was asked for."""
+
+    def read(self, size=-1):
+        return self.read1(size)
+
+
 class Handler(WSGIRequestHandler):
     protocol_version = "HTTP/1.1"                                    # streams in chunks: a broken one is noticed
     timeout = STALLED_SECONDS
@@ -778,7 +800,20 @@ class Handler(WSGIRequestHandler):
     disable_nagle_algorithm = True                                   # ... which leaves at once
     default_request_version = "HTTP/1.1"                             # to garbage, too, goes an answer with a status
 
+    def setup(self):
+        super().setup()
+        self.rfile = Arrived(self.connection.makefile("rb", buffering=0))
+
+    def handle_expect_100(self):
+        """Answered at once, and once: werkzeug would do it again, and not send it."""
+        super().handle_expect_100()
+        self.wfile.flush()
+        del self.headers["Expect"]
+        return True
+
     def run_wsgi(self):
+        if self.request_version < "HTTP/1.1":                        # knows no chunks
+            self.protocol_version = "HTTP/1.0"
         try:
             urlsplit(self.path)
         except ValueError:
@@ -816,12 +851,15 @@ class Server(ThreadedWSGIServer):
         host, port = listener.getsockname()[:2]
         super().__init__(host, port, app, handler=Handler, fd=listener.fileno())
         listener.close()                                             # the server has a copy of its own
-        self.handlers = set()
+        self.handlers, self.most = set(), most_connections()
 
     def process_request(self, connection, address):
-        if len(self.handlers) >= MAX_CONNECTIONS:
-            return self.shutdown_request(connection)
-        super().process_request(connection, address)
+        if len(self.handlers) < self.most:
+            return super().process_request(connection, address)
+        with contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
+                               b"Connection: close\r\n\r\n")
+        self.shutdown_request(connection)
 
     def process_request_thread(self, connection, address):
         self.handlers.add(threading.current_thread())
@@ -834,6 +872,16 @@ class Server(ThreadedWSGIServer):
         end = time.monotonic() + seconds
         for thread in list(self.handlers):
             thread.join(max(0, end - time.monotonic()))
+
+
+def most_connections():
+    """A third of the files that the process may open: with none left, it could accept nobody to tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return MAX_CONNECTIONS
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 3)
 
 
 def listen(host, port):

@@ -1217,9 +1217,12 @@ class Request:
 
     @classmethod
     def samples(cls, prompt_ids, params, n):
-        """n requests for one prompt, which the first scores. Each has its own random stream: seed, seed + 1, ..."""
+        """n requests for one prompt. Each has its own random stream: seed, seed + 1, ... The first scores the prompt
+        (before the others begin; where they have nothing to do but that, each does)."""
         seeds = [None if params.seed is None else (params.seed + i + 2**63) % 2**64 - 2**63 for i in range(n)]
-        first, others = cls(prompt_ids, replace(params, seed=seeds[0])), replace(params, prompt_logprobs=None)
+        first, others = cls(prompt_ids, replace(params, seed=seeds[0])), params
+        if params.max_tokens != 0:
+            others = replace(params, prompt_logprobs=None)
         return [first] + [cls(prompt_ids, replace(others, seed=seed), leader=first) for seed in seeds[1:]]
 
     @property

@@ -174,6 +174,34 @@ def test_stop_strings(server, stop):
     assert demo.join_pieces(streamed) == choice
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_tokens_behind_a_stop_string_that_overlaps_itself(server, stream):
+    """AAB in AAAB: the first A is text, the others were held back and belong to the stop string."""
+    a, b = (str(ENC.encode_single_token(letter)) for letter in "AB")
+    for seed in range(20):
+        ask = dict(prompt="x", max_tokens=12, seed=seed, temperature=1.5, logit_bias={a: 100, b: 100}, stop="AAB",
+                   logprobs=0)
+        choice = (demo.join_pieces([e["choices"][0] for e in server.events(**ask, stream=True)[:-1]]) if stream
+                  else server.complete(**ask)["choices"][0])
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert choice["logprobs"]["text_offset"] == list(range(len(choice["text"])))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_several_texts_of_a_scored_prompt(server, max_tokens):
+    ask = dict(prompt=[PROMPT, "Once upon"], echo=True, logprobs=1, n=3, max_tokens=max_tokens, temperature=1, seed=1)
+    choices = server.complete(**ask)["choices"]
+    for n, choice in enumerate(choices):
+        prompt = IDS if n < 3 else ENC.encode_ordinary("Once upon")
+        assert choice["logprobs"]["tokens"][:len(prompt)] == [ENC.decode([token]) for token in prompt]
+        assert len(choice["logprobs"]["tokens"]) == len(prompt) + max_tokens
+        assert choice["logprobs"]["token_logprobs"][1:len(prompt)] == pytest.approx(
+            choices[n // 3 * 3]["logprobs"]["token_logprobs"][1:len(prompt)], abs=1e-3)
+    streams = server.events(**ask, stream=True)[:-1]
+    for n, choice in enumerate(choices):
+        assert same(demo.join_pieces([e["choices"][0] for e in streams if e["choices"][0]["index"] == n]), choice)
+
+
 def test_usage_says_what_was_cached(server):
     server.complete(prompt=LONG, max_tokens=1)
     usage = server.complete(prompt=LONG, max_tokens=1)["usage"]
@@ -210,7 +238,7 @@ def test_tokenize_and_back(server):
     assert any(name.startswith("bytes:\\x") for name in answer["token_strs"])
     assert server.call("/detokenize", {"tokens": answer["tokens"]})[2] == {"prompt": text}
     assert server.call("/detokenize", {"tokens": [50256, 5]})[2] == {"prompt": "<|endoftext|>&"}
-    assert server.call("/detokenize", {"tokens": [50257]})[0] == 400
+    assert [server.call("/detokenize", {"tokens": [token]})[0] for token in (50257, True, 1.0)] == [400] * 3
 
 
 def test_slots_show_every_page_and_request(server):
@@ -366,6 +394,9 @@ def malformed():
     yield ask(400, "best_of", best_of=2)
     yield ask(400, "suffix", suffix="x")
     yield "/nope", {}, 404, "/nope"
+    yield "/v1//models", {}, 404, "/v1//models"
+    yield "/tokenize", dict(body={"prompt": " " * 1_000_000}), 400, "1000000 characters"
+    yield "/tokenize", dict(raw=iter([b'{"prompt": "x"}'])), 411, "Content-Length"
     yield "/v1/completions", {}, 405, "GET"
     yield "/slots", dict(body={}), 405, "POST"
     yield "/stream", dict(body={"prompt": ["x"]}), 400, "prompt"
@@ -375,7 +406,7 @@ def malformed():
     yield "/stream", dict(body={"requests": [{"prompt": "x"}], "prompt": "x"}), 400, "requests"
     yield "/tokenize", dict(body={}), 400, "prompt"
     yield "/tokenize", dict(body={"prompt": 5}), 400, "prompt"
-    yield "/detokenize", dict(body={"tokens": [-1]}), 400, "token"
+    yield "/detokenize", dict(body={"tokens": [-1]}), 400, "tokens"
     yield "/detokenize", dict(body={"tokens": "x"}), 400, "tokens"
 
 
@@ -433,6 +464,50 @@ def test_requests_below_http(server, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def exchange(server, *parts):
+    """Sends each part when an answer to the one before has come -> all that comes until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        answer = b""
+        for part in parts:
+            connection.sendall(part)
+            answer += connection.recv(65536)
+        while more := connection.recv(65536):
+            answer += more
+        return answer
+
+
+def test_who_waits_for_a_continue_gets_one(server):
+    head = b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 15\r\n"
+    answer = exchange(server, head + b"Expect: 100-continue\r\n\r\n", b'{"prompt": "x"}')
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n") and answer.count(b"100 Con") == 1
+
+
+def test_http_1_0_knows_no_chunks(server):
+    body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True}).encode()
+    answer = exchange(server, b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+                              b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+    head, _, events = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head and events.startswith(b": accepted\n\n") and events.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_refused_body_is_read_to_its_end_and_no_further(server):
+    start = time.monotonic()
+    answer = exchange(server, b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 5000000"
+                              b"\r\n\r\n" + b" " * 5_000_000)
+    assert answer.startswith(b"HTTP/1.1 413 ") and time.monotonic() - start < 5
+
+
+def test_more_connections_than_files_are_turned_away(tiny):
+    with Running(with_pages(tiny)) as server, contextlib.ExitStack() as stack:
+        server.server.most = 5
+        for _ in range(5):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        assert wait_until(lambda: len(server.server.handlers) == 5)
+        assert server.call("/health")[0] == 503
+        stack.close()
+        assert wait_until(lambda: server.call("/health")[0] == 200)
+
+
 def test_full_queue_and_small_pool(tiny):
     with Running(with_pages(tiny, max_pages=8), max_batch_size=1, max_waiting=2) as server:
         status, error = error_of(server.call("/v1/completions", {"prompt": [1] * 100, "max_tokens": 100}))
@@ -479,6 +554,9 @@ def test_cors_only_when_asked(server, tiny):
         refused = other.call("/slots", headers=origin)
         assert refused[0] == 401 and refused[1]["Access-Control-Allow-Origin"] == "https://a.example"
         assert "Access-Control-Allow-Origin" not in other.call("/health", headers={"Origin": "https://b.example"})[1]
+    with Running(with_pages(tiny), cors_origins=["*"]) as other:
+        answer = exchange(other, b"GET /health HTTP/1.1\r\nOrigin: a\n b\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200") and b"Access-Control-Allow-Origin: *" in answer
 
 
 def test_health_tells_of_a_dead_engine(tiny):
