@@ -281,6 +281,7 @@ class GPT2(nn.Module):
     """
 
     name = ""  # what was loaded, once it was
+    block = Block
 
     def __init__(self, config):
         super().__init__()
@@ -288,7 +289,7 @@ class GPT2(nn.Module):
         # from_pretrained, since nn.Embedding would draw random values: no use here, and on `meta` a second's work.
         self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd))
         self.wpe = nn.Embedding.from_pretrained(torch.empty(config.n_positions, config.n_embd))
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(self.block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)  # the loader ties it to wte
 
@@ -319,7 +320,11 @@ class GPT2(nn.Module):
         for block in self.h:
             x = block(x, kv)
         kv.advance()
-        return self.lm_head(self.ln_f(x[:, keep])).float()
+        return self.head(x[:, keep])
+
+    def head(self, x):
+        """The logits (B, T, V) float32 of what left the last block (B, T, C)."""
+        return self.lm_head(self.ln_f(x)).float()
 
 
 def check_ids(ids, vocab_size):
@@ -461,7 +466,7 @@ class PagedKVCache:
     @property
     def free_pages(self):
         """Pages that hold nothing."""
-        return int(self.is_free.sum())
+        return int(np.count_nonzero(self.is_free))
 
     @property
     def cached_pages(self):
@@ -591,8 +596,8 @@ class PageTable:
 
     def grow(self, count):
         """Take the pages that `count` more tokens need. Raises OutOfPages and takes none."""
-        with self.cache.lock:
-            if more := self.missing(count):
+        if more := self.missing(count):
+            with self.cache.lock:
                 self.pages += self.cache.allocate(more, after=self.pages[-1] if self.pages else None)
 
     def share(self, pages):
@@ -616,10 +621,11 @@ class PageTable:
             self.share(found)
 
     def remember(self, ids):
-        """Make full pages known, so that others who begin with the same ids find them. ids: of this sequence."""
+        """Make full pages known, so that others who begin with the same ids find them. ids: those of this sequence
+        that are known; the last token stored may not be."""
         cache, size = self.cache, self.cache.page_size
         with cache.lock:
-            for n in range(self.known_pages, self.length // size):
+            for n in range(self.known_pages, min(self.length, len(ids)) // size):
                 key = self.parent, tuple(ids[n * size:(n + 1) * size])
                 if key not in cache.known and self.pages[n] not in cache.key_of:
                     cache.known[key] = self.pages[n], next(cache.numbers)
@@ -744,6 +750,10 @@ class GPT2Paged(GPT2):
     def new_kv(self, tables=None, counts=None):
         """A place for new sequences, or for those of `tables`, which bring `counts` new tokens each; see PagedKV."""
         return PagedKV(self.cache, tables, counts)
+
+    def new_runner(self, max_batch_size):
+        """What runs a scheduler's steps on this model."""
+        return Runner(self, max_batch_size)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -1213,6 +1223,7 @@ class Request:
         self.arrival_time = self.scheduled_time = self.finish_time = None
         self.token_times, self.cached_tokens, self.preemptions = [], 0, 0
         self.table = self.slot = None                                # its pages while it runs; where it ran last
+        self.pending = 0                                             # tokens that are being computed, not known yet
         self.cancelled = False
 
     @classmethod
@@ -1228,6 +1239,11 @@ class Request:
     @property
     def ids(self):
         return self.prompt_ids + self.output_ids
+
+    @property
+    def todo(self):
+        """How many of its tokens are not stored yet, the pending ones counted in."""
+        return len(self.prompt_ids) + len(self.output_ids) + self.pending - self.table.length
 
     def noise_key(self):
         """Two numbers of 32 bits that determine the next token's noise: a function of seed and output length alone."""
@@ -1435,15 +1451,16 @@ def check_request(request, config):
         raise UserError(f"the prompt has {len(request.prompt_ids)} tokens; "
                         f"it must have 1 to {config.n_positions}, the model's context")
     for token in request.prompt_ids:
-        check_number("a prompt token id", token, Integral, 0, config.vocab_size - 1)
+        if type(token) is not int or not 0 <= token < config.vocab_size:  # what is plainly good is passed quickly
+            check_number("a prompt token id", token, Integral, 0, config.vocab_size - 1)
     for token in request.params.logit_bias or {}:
         check_number("a logit_bias token id", token, Integral, 0, config.vocab_size - 1)
 
 
 def output_limit(request, config):
     """How many tokens the request may generate: max_tokens, or what the context leaves."""
-    room = config.n_positions + 1 - len(request.prompt_ids)
-    return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+    room, most = config.n_positions + 1 - len(request.prompt_ids), request.params.max_tokens
+    return room if most is None or most > room else most
 
 
 def ended(request, config):
@@ -1553,6 +1570,88 @@ class QueueFull(UserError):
     """Too many requests are waiting; this one was not taken, and may be sent again later."""
 
 
+class Runner:
+    """Runs the steps of a scheduler on a model: one forward pass for all rows, then sampling.
+
+    ahead: how many steps may be launched before the results of the one before are asked for. Here none is;
+    a runner on a GPU plans one step while another is computed.
+    prefill_chunk: prompt tokens a step. 128 is measured: on 2 cores, 8 requests together reach 98 % of the speed
+    of unlimited chunks at 128 tokens and 94 % at 64, and a step with a chunk of 128 lasts some 0.13 s.
+    """
+
+    ahead, prefill_chunk = 0, 128
+
+    def __init__(self, model, max_batch_size):
+        if max_batch_size > FEW_ROWS_PACKED:
+            model.pack_weights()
+        self.model = model
+
+    def launch(self, rows):
+        """Start a step. rows: (request, number of its tokens that are fed, guesses after them, whether it is sampled).
+
+        A prompt of which more is to come is not. Returns a function that waits for the step and gives (request,
+        guesses, sampled) for each row that is: sampled is (tokens, logprobs), None where no token was asked for, or
+        the row's exception.
+        """
+        wanted = [self._wanted(*row) for row in rows]
+        logits = self._forward(rows, wanted)
+        results, ready = self._score(rows, logits, wanted)
+        results += self._sample(ready)
+        return lambda: results
+
+    def _wanted(self, request, count, guesses, sampled):
+        """How many of a row's last logits are needed: all of a prompt that is to be scored."""
+        return count if request.unscored else (1 + len(guesses)) * sampled
+
+    def _forward(self, rows, wanted):
+        """One pass over the new tokens of all rows, end to end -> logits (sum of wanted, V)."""
+        ids, keep = [], []
+        for (request, count, guesses, _), last in zip(rows, wanted):
+            stored = request.table.length
+            ids += request.ids[stored:stored + count] + guesses
+            keep += range(len(ids) - last, len(ids))
+        kv = self.model.new_kv([r.table for r, *_ in rows], [count + len(guesses) for _, count, guesses, _ in rows])
+        device = self.model.wte.weight.device
+        return self.model(torch.tensor([ids]).to(device), kv, keep=torch.tensor(keep, dtype=torch.long).to(device))[0]
+
+    def _score(self, rows, logits, wanted):
+        """Log probabilities of prompts -> results without a token, and (request, guesses, logits) of rows to sample."""
+        results, ready = [], []
+        for (request, count, guesses, sampled), end, last in zip(rows, itertools.accumulate(wanted), wanted):
+            if request.unscored:
+                try:
+                    request.score(logits[end - last:end], request.table.length - count)
+                except Exception as err:
+                    results.append((request, guesses, err))
+                    continue
+            if sampled and output_limit(request, self.model.config) == 0:
+                results.append((request, guesses, None))
+            elif sampled:
+                ready.append((request, guesses, slice(end - 1 - len(guesses), end)))
+        return results, [(request, guesses, logits[part]) for request, guesses, part in ready]
+
+    def _sample(self, ready):
+        """Samples all rows together -> their results."""
+        if not ready:
+            return []
+        checks = [request.checks(guesses) for request, guesses, _ in ready]
+        ends, eos = list(itertools.accumulate(map(len, checks))), self.model.config.eos_token_id
+        try:
+            tokens, logprobs = sample(torch.cat([part for _, _, part in ready]), list(itertools.chain(*checks)), eos)
+            sampled = [(tokens[end - len(own):end], logprobs[end - len(own):end]) for own, end in zip(checks, ends)]
+        except Exception:  # one of them is at fault: each alone, so that it fails alone
+            sampled = [outcome(sample, logits, own, eos) for own, (_, _, logits) in zip(checks, ready)]
+        return [(request, guesses, found) for (request, guesses, _), found in zip(ready, sampled)]
+
+
+def outcome(function, *args):
+    """What the function returns, or the exception that it raises."""
+    try:
+        return function(*args)
+    except Exception as err:
+        return err
+
+
 class ContinuousBatchingScheduler:
     """Runs many requests at once over the pages of one model. `step` is the engine; the thread only calls it.
 
@@ -1562,25 +1661,24 @@ class ContinuousBatchingScheduler:
     computed again later; nothing is emitted twice. A result does not depend on what else runs.
     Sources: Yu et al. 2022 (Orca), Kwon et al. 2023 (vLLM), Agrawal et al. 2024 (Sarathi, chunked prefill).
 
-    The default chunk is measured: on 2 cores, 8 requests together reach 98 % of the speed of unlimited chunks at 128
-    tokens and 94 % at 64, and a step with a chunk of 128 lasts some 0.13 s.
-    model: a GPT2Paged or any model with its `cache`, `new_kv(tables, counts)` and `pack_weights`.
+    model: a GPT2Paged or any model with its `cache`, `new_kv(tables, counts)` and `new_runner(max_batch_size)`.
+    prefill_chunk: its runner's by default.
     prefix_cache: keep full pages and find them again for prompts that begin alike.
     draft: a Speculator, used while a single request is running.
     on_finish: called with each request that has ended, in the thread that ended it; it must be quick.
     """
 
-    def __init__(self, model, max_batch_size=8, max_waiting=1024, prefill_chunk=128, prefix_cache=True, draft=None,
+    def __init__(self, model, max_batch_size=8, max_waiting=1024, prefill_chunk=None, prefix_cache=True, draft=None,
                  on_finish=None):
         check_number("max_batch_size", max_batch_size, Integral, 1)
         check_number("max_waiting", max_waiting, Integral, 1)
-        check_number("prefill_chunk", prefill_chunk, Integral, 1)
+        check_number("prefill_chunk", prefill_chunk, Integral, 1, optional=True)
         if draft:
             draft.check(model)
-        if max_batch_size > FEW_ROWS_PACKED:
-            model.pack_weights()
         self.model, self.cache, self.draft, self.prefix_cache = model, model.cache, draft, prefix_cache
-        self.max_waiting, self.prefill_chunk, self.on_finish = max_waiting, prefill_chunk, on_finish
+        self.runner, self.in_flight = model.new_runner(max_batch_size), collections.deque()
+        self.max_waiting, self.prefill_chunk = max_waiting, prefill_chunk or self.runner.prefill_chunk
+        self.on_finish = on_finish
         self.waiting, self.slots = collections.deque(), [None] * max_batch_size
         self.changed, self.thread, self.stopping = threading.Condition(), None, False
         self.lifecycle, self.stepping = threading.Lock(), threading.Lock()    # one start or stop, one step at a time
@@ -1647,6 +1745,7 @@ class ContinuousBatchingScheduler:
                 for request in [*self.running, *self.waiting]:
                     self._finish(request, "abort")
                 self.waiting.clear()
+                self.in_flight.clear()
 
     @property
     def alive(self):
@@ -1675,26 +1774,52 @@ class ContinuousBatchingScheduler:
 
     def _step(self):
         with self.changed:
-            for request in [*self.running, *self.waiting]:
-                if request.cancelled:
-                    self._finish(request, "abort")
-            self.waiting = collections.deque(r for r in self.waiting if not r.cancelled)
+            for request in [r for r in (*self.slots, *self.waiting) if r and r.cancelled]:
+                if request in self.waiting:
+                    self.waiting.remove(request)
+                self._finish(request, "abort")
             self._admit()
+        settled = self._needs_all_tokens() and self._settle(0)
         guesses = self._guess()
         with self.changed:
             rows = self._rows(guesses)
-        if not rows:
-            return False
+        if rows:
+            self._launch(rows)
+        # Then the results of earlier steps, of this one too unless the runner may run ahead.
+        return self._settle(self.runner.ahead if rows else 0) or settled or bool(rows)
+
+    def _needs_all_tokens(self):
+        """Whether a step can be planned only when no token is pending: to guess, to score a prompt, to preempt."""
+        scarce = self.cache.free_pages + self.cache.cached_pages < len(self.slots)
+        return scarce or self.draft is not None or any(request and request.unscored for request in self.slots)
+
+    def _launch(self, rows):
         self.counts["steps"] += 1
-        wanted = [self._wanted(*row) for row in rows]
+        sampled = [request for request, _, _, sampled in rows if sampled]
         try:
-            logits = self._forward(rows, wanted)
+            self.in_flight.append((rows, sampled, self.runner.launch(rows)))
         except Exception as err:
-            for request, _, _ in rows:
+            for request, *_ in rows:
                 self._finish(request, "error", err)
         else:
-            self._emit(*self._score(rows, logits, wanted))
-        return True
+            for request in sampled:
+                request.pending += 1
+
+    def _settle(self, most):
+        """Take the results of the oldest steps, until `most` are in flight -> whether there were any."""
+        settled = False
+        while len(self.in_flight) > most:
+            rows, sampled, results = self.in_flight.popleft()
+            settled = True
+            try:
+                results = results()
+            except Exception as err:
+                results = [(request, [], err) for request, *_ in rows]
+            for request in sampled:
+                request.pending -= 1
+            for result in results:
+                self._emit(*result)
+        return settled
 
     def _admit(self):
         """Give free slots to the first in the queue, as long as the pool has the pages for their tokens."""
@@ -1727,7 +1852,7 @@ class ContinuousBatchingScheduler:
     def _guess(self):
         """Speculation, while one request runs alone and decodes -> its guesses, else none."""
         running = self.running
-        if not self.draft or len(running) != 1 or len(running[0].ids) - running[0].table.length > 1:
+        if not self.draft or len(running) != 1 or running[0].todo > 1:
             return []
         try:
             return self.draft.guess(running[0], self.model.config)
@@ -1736,17 +1861,18 @@ class ContinuousBatchingScheduler:
             return []
 
     def _rows(self, guesses):
-        """This step's rows: (request, number of its tokens that are fed, guesses after them), decoding ones first."""
-        decoding, prefilling, budget = [], [], self.prefill_chunk
-        for request in self.running:  # the oldest first: whoever gives up its pages for it was not planned yet
-            todo = len(request.ids) - request.table.length if request.table else 0
-            if todo == 1 and self._make_room(request, 1 + len(guesses)):
-                decoding.append((request, 1, guesses))
-        for request in self.running:
-            todo = len(request.ids) - request.table.length
-            if todo > 1 and budget:
-                prefilling.append((request, min(todo, budget), []))
-                budget -= prefilling[-1][1]
+        """This step's rows, as a runner's `launch` takes them, the decoding ones first."""
+        decoding, prefilling, budget, config = [], [], self.prefill_chunk, self.model.config
+        running = [(request, request.todo) for request in self.running]
+        for request, todo in running:  # the oldest first: whoever gives up its pages for it was not planned yet
+            ending = request.pending and len(request.output_ids) + request.pending >= output_limit(request, config)
+            if todo == 1 and not ending and request.table and self._make_room(request, 1 + len(guesses)):
+                decoding.append((request, 1, guesses, True))
+        for request, todo in running:
+            if todo > 1 and budget and request.table:
+                count = min(todo, budget)
+                prefilling.append((request, count, [], count == todo))
+                budget -= count
         return decoding + prefilling
 
     def _make_room(self, request, count):
@@ -1764,57 +1890,19 @@ class ContinuousBatchingScheduler:
                 if youngest is request:
                     return False
 
-    def _wanted(self, request, count, guesses):
-        """How many of a row's last logits are needed: none of a prompt of which more is to come, but to score it."""
-        if request.unscored:
-            return count
-        return 1 + len(guesses) if request.table.length + count == len(request.ids) else 0
-
-    def _forward(self, rows, wanted):
-        """One pass over the new tokens of all rows, end to end -> logits (sum of wanted, V)."""
-        ids, keep = [], []
-        for (request, count, guesses), last in zip(rows, wanted):
-            stored = request.table.length
-            ids += request.ids[stored:stored + count] + guesses
-            keep += range(len(ids) - last, len(ids))
-        kv = self.model.new_kv([r.table for r, _, _ in rows], [count + len(guesses) for _, count, guesses in rows])
-        device = self.model.wte.weight.device
-        return self.model(torch.tensor([ids]).to(device), kv, keep=torch.tensor(keep, dtype=torch.long).to(device))[0]
-
-    def _score(self, rows, logits, wanted):
-        """Log probabilities of prompts -> the rows to sample, (request, guesses) each, and their logits."""
-        ready, keep = [], []
-        for (request, count, guesses), end, last in zip(rows, itertools.accumulate(wanted), wanted):
-            if request.unscored:
-                try:
-                    request.score(logits[end - last:end], request.table.length - count)
-                except Exception as err:
-                    self._finish(request, "error", err)
-                    continue
-            if request.table.length < len(request.ids) + len(guesses):
-                continue
-            if ended(request, self.model.config):
-                self._finish(request, request.finish_reason)
-            else:
-                ready.append((request, guesses))
-                keep += range(end - 1 - len(guesses), end)
-        return ready, logits if len(keep) == len(logits) else logits[keep]
-
-    def _emit(self, rows, logits):
-        """Sample all rows together, and hand out each row's next token or tokens."""
-        sizes = [1 + len(guesses) for _, guesses in rows]
-        checks = [request.checks(guesses) for request, guesses in rows]
-        try:
-            tokens, logprobs = sample(logits, list(itertools.chain(*checks)), self.model.config.eos_token_id)
-        except Exception:  # one of them is at fault: each alone, so that it fails alone
-            tokens = logprobs = None
-        ends = list(itertools.accumulate(sizes))
-        for (request, guesses), own, end, size in zip(rows, checks, ends, sizes):
+    def _emit(self, request, guesses, sampled):
+        """Hand out a row's next token or tokens, unless the request ended while they were computed."""
+        if request.finish_time is not None:
+            return
+        if isinstance(sampled, Exception):
+            self._finish(request, "error", sampled)
+        elif sampled is None:
+            self._finish(request, "length")
+        else:
             try:
-                part = slice(end - size, end)
-                sampled = ((tokens[part], logprobs[part]) if tokens else
-                           sample(logits[part], own, self.model.config.eos_token_id))
                 made = take_tokens(request, *sampled, guesses, self.model.config, self.draft)
+                if guesses:  # forget the wrong ones
+                    request.table.truncate(len(request.ids) - 1)
             except Exception as err:
                 self._finish(request, "error", err)
             else:
@@ -1825,9 +1913,9 @@ class ContinuousBatchingScheduler:
         for token in tokens:
             request.output_queue.put(token)
         self.counts["output_tokens"] += len(tokens)
-        request.table.truncate(len(request.ids) - 1)
-        if self.prefix_cache:
-            request.table.remember(request.ids)
+        table = request.table
+        if self.prefix_cache and table.length // self.cache.page_size > table.known_pages:
+            table.remember(request.ids)
         if request.finish_reason:
             self._finish(request, request.finish_reason)
 

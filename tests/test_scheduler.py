@@ -804,7 +804,7 @@ def test_scores_outlive_preemption(tiny, scores):
 def test_one_request_whose_scores_are_nan_fails_alone(tiny, solo, monkeypatch):
     scheduler = ContinuousBatchingScheduler(with_pool(tiny), max_batch_size=2, prefill_chunk=200)
     bad, good = Request(PROMPTS[4], params(prompt_logprobs=0)), Request(PROMPTS[5], params(temperature=0))
-    forward = scheduler._forward
+    forward = scheduler.runner._forward
 
     def poisoned(rows, wanted):
         logits = forward(rows, wanted)
@@ -812,7 +812,7 @@ def test_one_request_whose_scores_are_nan_fails_alone(tiny, solo, monkeypatch):
             logits[2] = float("nan")
         return logits
 
-    monkeypatch.setattr(scheduler, "_forward", poisoned)
+    monkeypatch.setattr(scheduler.runner, "_forward", poisoned)
     scheduler.submit(bad, good)
     while scheduler.step():
         check_pages(scheduler)

@@ -1,0 +1,1184 @@
+"""GPT-2 on the GPU: Triton kernels, GPT2Flash, and the GPU benchmarks.
+
+    python engine_cuda.py                            benchmarks (needs a GPU)
+    python engine_cuda.py --check                    every kernel against float64, on the GPU
+    TRITON_INTERPRET=1 python engine_cuda.py --check the same on the CPU, by Triton's interpreter
+
+Shapes use engine.py's alphabet: B batch, T new tokens, S stored + new, H heads, D head dim, C = H * D, V vocabulary,
+P pages, N tokens of all rows end to end. Each kernel is one function below; beside it stands its plain torch twin,
+which the tests compare it with and which runs in its place on a machine without a GPU.
+"""
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+import engine
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+UPCAST = tl.constexpr(INTERPRET)  # the interpreter has no bfloat16 product
+LOG2_E = math.log2(math.e)
+
+
+def uses_kernels(x):
+    """Whether Triton runs on this tensor; elsewhere the plain twins do."""
+    return x.is_cuda or INTERPRET
+
+
+def power_of_2(n, least=16):
+    return max(least, triton.next_power_of_2(n))
+
+
+@functools.cache
+def has_dependent_launch(device):
+    return not INTERPRET and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early(x):
+    """Launch options of a kernel that may start before the one ahead of it has ended (Hopper and later): it fetches
+    weights, then waits for what the other computes. That hides most of a launch."""
+    return dict(EARLY=True, launch_pdl=True) if x.is_cuda and has_dependent_launch(x.device) else dict(EARLY=False)
+
+
+@triton.jit
+def _wait(EARLY: tl.constexpr):
+    """Lets the next kernel start, and waits for the end of the one before; nothing that it writes is read above."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Flash attention: the scores of a tile live in registers only, never in memory.
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _visit(acc, l_i, m_i, q, k_ptr, v_ptr, table, position, lo, hi, stride_k, stride_v, scale,
+           MASKED: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+           PRECISION: tl.constexpr):
+    """Takes the keys lo to hi into the running softmax; scale turns a score into a power of 2."""
+    d = tl.arange(0, BLOCK_D)
+    for n in tl.range(lo, hi, BLOCK_N):
+        key = n + tl.arange(0, BLOCK_N)
+        stored = key < hi if MASKED else key >= 0
+        if PAGE:
+            at = tl.load(table + key // PAGE, mask=stored, other=0).to(tl.int64) * PAGE + key % PAGE
+        else:
+            at = key.to(tl.int64)
+        k_at, v_at = k_ptr + at[None, :] * stride_k + d[:, None], v_ptr + at[:, None] * stride_v + d[None, :]
+        if MASKED or D != BLOCK_D:  # what lies beyond is never read: it may be NaN
+            k = tl.load(k_at, mask=stored[None, :] & (d[:, None] < D), other=0.0)
+            v = tl.load(v_at, mask=stored[:, None] & (d[None, :] < D), other=0.0)
+        else:
+            k, v = tl.load(k_at), tl.load(v_at)
+        scores = _dot(q, k, PRECISION)                                                 # (BLOCK_M, BLOCK_N)
+        if MASKED:
+            scores = tl.where(key[None, :] <= position[:, None], scores, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+        p = tl.exp2(scores * scale - m_new[:, None])
+        shrink = tl.exp2(m_i - m_new)
+        l_i = l_i * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + _dot(p.to(v.dtype), v, PRECISION)
+        m_i = m_new
+    return acc, l_i, m_i
+
+
+# What changes from call to call is not compiled in, or a new length would mean a new kernel.
+@triton.jit(do_not_specialize=["start", "T", "S", "n_tiles", "stride_table"])
+def _flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles, table, rows, scale, start, T, S, H, n_tiles,
+                  stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+                  stride_ob, stride_oh, stride_ot, stride_table,
+                  D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                  PAGE: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile of BLOCK_M queries of one head against all keys that they see.
+
+    Dense (PAGE 0): q, k, v (B, H, T or S, D). Paged: q (N, H, D), rows end to end; k, v (H, slots, D);
+    tiles (n_tiles, 2) row and first query; rows (B, 3) first token, new tokens, stored tokens.
+    """
+    head, tile = (tl.program_id(0) % H).to(tl.int64), n_tiles - 1 - tl.program_id(0) // H   # the longest tiles first
+    if PAGE:
+        row, m_lo = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
+        first, T, start = tl.load(rows + 3 * row), tl.load(rows + 3 * row + 1), tl.load(rows + 3 * row + 2)
+        S = start + T
+        q_ptr += first * stride_qt
+        out_ptr += first * stride_ot
+        table += row * stride_table
+    else:
+        row, m_lo = (tile // tl.cdiv(T, BLOCK_M)).to(tl.int64), tile % tl.cdiv(T, BLOCK_M) * BLOCK_M
+        q_ptr += row * stride_qb
+        out_ptr += row * stride_ob
+        k_ptr += row * stride_kb
+        v_ptr += row * stride_vb
+    k_ptr += head * stride_kh
+    v_ptr += head * stride_vh
+    m, d = m_lo + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    inside = (m[:, None] < T) & (d[None, :] < D)
+    m_wide = m.to(tl.int64)[:, None]
+    q = tl.load(q_ptr + head * stride_qh + m_wide * stride_qt + d[None, :], mask=inside, other=0.0)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    # Keys that the tile's first query sees need no mask; then those up to its last query.
+    end = tl.minimum(S, start + tl.minimum(m_lo + BLOCK_M, T))
+    open_end = tl.minimum(S, start + m_lo + 1) // BLOCK_N * BLOCK_N
+    acc, l_i, m_i = _visit(acc, l_i, m_i, q, k_ptr, v_ptr, table, start + m, 0, open_end, stride_kt, stride_vt, scale,
+                           False, D, BLOCK_N, BLOCK_D, PAGE, PRECISION)
+    acc, l_i, m_i = _visit(acc, l_i, m_i, q, k_ptr, v_ptr, table, start + m, open_end, end, stride_kt, stride_vt, scale,
+                           True, D, BLOCK_N, BLOCK_D, PAGE, PRECISION)
+    tl.store(out_ptr + head * stride_oh + m_wide * stride_ot + d[None, :], acc / l_i[:, None], mask=inside)
+
+
+def flash_config(head_dim, dtype, tiles_of_128):
+    """(BLOCK_M, BLOCK_N, warps, stages) for a head dim, and how many tiles of 128 queries there are to share out."""
+    if dtype == torch.float32:
+        return (64, 32, 4, 2) if head_dim <= 64 else (32, 32, 4, 2)
+    if head_dim > 64:
+        return (64, 64, 4, 2) if head_dim <= 128 else (64, 32, 8, 2)
+    return (128, 64, 4, 3) if tiles_of_128 >= 132 else (64, 64, 4, 3)
+
+
+def flash_attention(q, k, v, start=None, scale=None, precision="tf32x3", config=None):
+    """Causal attention with an online softmax: q (B, H, T, D), k and v (B, H, S, D) -> (B, H, T, D).
+
+    start: the position of the first query, S - T by default: key j is visible to query t when j <= start + t.
+    Any lengths and strides, the last dimension contiguous; D up to 256. precision is float32's: "tf32x3" (three
+    products of the tensor cores, error some 1e-6), "ieee" or "tf32" (1e-3). Raises UserError for other shapes.
+    Source: Dao 2023, "FlashAttention-2"; online softmax: Milakov & Gimelshein 2018.
+    """
+    check_attention(q, k, v)
+    (B, H, T, D), S = q.shape, k.shape[2]
+    start, scale = S - T if start is None else start, D ** -0.5 if scale is None else scale
+    if not 0 <= start <= S - T:
+        raise engine.UserError(f"start must be from 0 to S - T = {S - T}, not {start}")
+    if not uses_kernels(q):
+        return engine.attention(q, k[:, :, :start + T], v[:, :, :start + T], scale)
+    out = torch.empty_like(q)
+    if not out.numel():
+        return out
+    BLOCK_M, BLOCK_N, warps, stages = config or flash_config(D, q.dtype, B * H * triton.cdiv(T, 128))
+    tiles = B * triton.cdiv(T, BLOCK_M)
+    _flash_kernel[(tiles * H,)](
+        q, k, v, out, None, None, None, scale * LOG2_E, start, T, S, H, tiles, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *out.stride()[:3], 0, D, BLOCK_M, BLOCK_N, power_of_2(D), 0, precision,
+        num_warps=warps, num_stages=stages)
+    return out
+
+
+def check_attention(q, k, v):
+    """Raises UserError for shapes, dtypes or strides that the kernels do not take."""
+    (*batch, T, D), (*others, S, Dk) = q.shape, k.shape
+    if k.shape != v.shape or batch != others or Dk != D or T > S or D > 256:
+        raise engine.UserError(f"q (B, H, T, D), k and v (B, H, S, D), T <= S and D <= 256 are needed, "
+                               f"not {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in engine.DTYPES.values():
+        raise engine.UserError(f"q, k and v must be one of {', '.join(engine.DTYPES)}, not "
+                               f"{q.dtype}, {k.dtype}, {v.dtype}")
+    if D > 1 and {q.stride(-1), k.stride(-1), v.stride(-1)} != {1}:
+        raise engine.UserError("the last dimension of q, k and v must be contiguous")
+
+
+class Rows:
+    """Rows of new tokens, end to end, and where each keeps its keys: what the kernels need to know, on the device.
+
+    stored, counts: tokens in the pages before, and new ones, of each row; pages: the page ids of each.
+    spans (B, 3) first new token, new, stored; table (B, most pages); slots (N) where new tokens are stored;
+    positions (N); tiles (n, 2) row and first query of each tile of BLOCK_M queries. One copy brings them all.
+    """
+
+    def __init__(self, stored, counts, pages, page_size, BLOCK_M, device):
+        self.page_size = page_size
+        stored, counts = np.array(stored), np.array(counts)
+        table = np.zeros((len(pages), max(map(len, pages))), np.int32)
+        for row, ids in enumerate(pages):
+            table[row, :len(ids)] = ids
+        first = np.cumsum(counts) - counts
+        owner = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(counts.sum()) - first[owner] + stored[owner]
+        slots = table[owner, positions // page_size] * page_size + positions % page_size
+        per_row = -(-counts // BLOCK_M)
+        tile_row = np.repeat(np.arange(len(counts)), per_row)
+        tiles = np.stack([tile_row, (np.arange(per_row.sum()) - (np.cumsum(per_row) - per_row)[tile_row]) * BLOCK_M], 1)
+        tiles = tiles[np.argsort(tiles[:, 1] + stored[tiles[:, 0]], kind="stable")]     # the kernel starts at the end
+        self.spans, self.table, self.slots, self.positions, self.tiles = upload(
+            [np.stack([first, counts, stored], 1), table, slots, positions, tiles], device)
+
+
+def upload(arrays, device):
+    """Arrays of whole numbers -> int32 tensors on the device, by one copy that nobody waits for."""
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32))
+    if torch.device(device).type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays)]
+
+
+def paged_flash_attention(q, k_pool, v_pool, rows, scale, precision="tf32x3"):
+    """Flash attention of new tokens over the pages that hold their keys already, rows of any length at once.
+
+    q (N, H, D) of `rows`; pools (H, slots, D) -> (N, H, D).
+    """
+    if not uses_kernels(q):
+        return paged_flash_twin(q, k_pool, v_pool, rows, scale)
+    H, D = q.shape[1:]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    BLOCK_M, BLOCK_N, warps, stages = flash_config(D, q.dtype, 0)
+    _flash_kernel[(len(rows.tiles) * H,)](
+        q, k_pool, v_pool, out, rows.tiles, rows.table, rows.spans, scale * LOG2_E, 0, 0, 0, H, len(rows.tiles),
+        0, *q.stride()[1::-1], 0, *k_pool.stride()[:2], 0, *v_pool.stride()[:2], 0, *out.stride()[1::-1],
+        rows.table.stride(0), D, BLOCK_M, BLOCK_N, power_of_2(D), rows.page_size, precision,
+        num_warps=warps, num_stages=stages)
+    return out
+
+
+def slots_of(pages, length, page_size):
+    """The slots of a sequence's first `length` tokens: pages, a row of a page table -> (length)."""
+    position = torch.arange(length, device=pages.device)
+    return pages.long()[position // page_size] * page_size + position % page_size
+
+
+def paged_flash_twin(q, k_pool, v_pool, rows, scale):
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for (first, count, stored), pages in zip(rows.spans.tolist(), rows.table):
+        slots, new = slots_of(pages, stored + count, rows.page_size), slice(first, first + count)
+        attended = engine.attention(q[new].transpose(0, 1)[None], k_pool[:, slots][None], v_pool[:, slots][None], scale)
+        out[new] = attended[0].transpose(0, 1)
+    return out
+
+
+@triton.jit
+def _store_kernel(k_ptr, v_ptr, k_pool, v_pool, slots, stride_kn, stride_kh, stride_vn, stride_vh,
+                  stride_pool_kh, stride_pool_ks, stride_pool_vh, stride_pool_vs, H, D: tl.constexpr,
+                  BLOCK_D: tl.constexpr):
+    n, head = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    d, slot = tl.arange(0, BLOCK_D), tl.load(slots + n).to(tl.int64)
+    k = tl.load(k_ptr + n * stride_kn + head * stride_kh + d, mask=d < D)
+    v = tl.load(v_ptr + n * stride_vn + head * stride_vh + d, mask=d < D)
+    tl.store(k_pool + head * stride_pool_kh + slot * stride_pool_ks + d, k, mask=d < D)
+    tl.store(v_pool + head * stride_pool_vh + slot * stride_pool_vs + d, v, mask=d < D)
+
+
+def store(k, v, k_pool, v_pool, slots):
+    """Writes new keys and values (N, H, D) to the `slots` (N) of the pools (H, slots, D)."""
+    if not uses_kernels(k):
+        k_pool.index_copy_(1, slots.long(), k.transpose(0, 1))
+        v_pool.index_copy_(1, slots.long(), v.transpose(0, 1))
+        return
+    N, H, D = k.shape
+    _store_kernel[(N * H,)](k, v, k_pool, v_pool, slots, *k.stride()[:2], *v.stride()[:2], *k_pool.stride()[:2],
+                            *v_pool.stride()[:2], H, D, power_of_2(D), num_warps=1)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Flash decoding: one query a row, its keys shared out among several programs, which a second stage combines.
+
+@triton.jit(do_not_specialize=["stride_table", "stride_lengths"])
+def _paged_kernel(q_ptr, k_new, v_new, k_pool, v_pool, table, lengths, out_ptr, parts, peaks, scale, H,
+                  stride_qb, stride_qh, stride_nb, stride_nh, stride_kh, stride_ks, stride_vh, stride_vs, stride_table,
+                  stride_lengths, NEW: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_D: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr):
+    """One split of the keys of one row and head -> its weighted sum of values (parts), its sum and maximum (peaks).
+
+    With NEW the first split also takes the row's new key, of position lengths[row], and stores it with its value;
+    a length below 0 marks a row that is not there.
+    """
+    task, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head, d = task // H, task % H, tl.arange(0, BLOCK_D)
+    _wait(EARLY)
+    length, real = tl.load(lengths + row * stride_lengths), d < D
+    table += row * stride_table
+    k_pool += head * stride_kh
+    v_pool += head * stride_vh
+    q = tl.load(q_ptr + row * stride_qb + head * stride_qh + d, mask=real, other=0.0).to(tl.float32) * scale
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    l_i, m_i = 0.0, -float("inf")
+    if NEW:  # noqa: SIM102 - known when the kernel is compiled
+        if (split == 0) & (length >= 0):
+            at = row * stride_nb + head * stride_nh + d
+            k, v = tl.load(k_new + at, mask=real, other=0.0), tl.load(v_new + at, mask=real, other=0.0)
+            slot = tl.load(table + length // PAGE).to(tl.int64) * PAGE + length % PAGE
+            tl.store(k_pool + slot * stride_ks + d, k, mask=real)
+            tl.store(v_pool + slot * stride_vs + d, v, mask=real)
+            acc, l_i, m_i = v.to(tl.float32), 1.0, tl.sum(q * k.to(tl.float32))
+    share = tl.cdiv(tl.cdiv(tl.maximum(length, 0), SPLITS), BLOCK_N) * BLOCK_N
+    for n in tl.range(split * share, tl.minimum(split * share + share, length), BLOCK_N):
+        key = n + tl.arange(0, BLOCK_N)
+        stored = key < length
+        slot = tl.load(table + key // PAGE, mask=stored, other=0).to(tl.int64) * PAGE + key % PAGE
+        inside = stored[:, None] & real[None, :]
+        k = tl.load(k_pool + slot[:, None] * stride_ks + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_pool + slot[:, None] * stride_vs + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        scores = tl.where(stored, tl.sum(q[None, :] * k, 1), -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 0))
+        p, shrink = tl.exp2(scores - m_new), tl.exp2(m_i - m_new)
+        acc, l_i, m_i = acc * shrink + tl.sum(p[:, None] * v, 0), l_i * shrink + tl.sum(p, 0), m_new
+    if SPLITS == 1:
+        tl.store(out_ptr + task * D + d, acc / tl.maximum(l_i, 1e-30), mask=real)
+    else:
+        tl.store(parts + (task * SPLITS + split) * D + d, acc, mask=real)
+        tl.store(peaks + (task * SPLITS + split) * 2, l_i)
+        tl.store(peaks + (task * SPLITS + split) * 2 + 1, m_i)
+
+
+@triton.jit
+def _combine_kernel(parts, peaks, out_ptr, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                    EARLY: tl.constexpr):
+    """The splits of one row and head -> its output. A split without keys has the sum 0."""
+    _wait(EARLY)
+    task, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    l_i, m_i = tl.load(peaks + (task * SPLITS + s) * 2), tl.load(peaks + (task * SPLITS + s) * 2 + 1)
+    acc = tl.load(parts + (task * SPLITS + s)[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
+    weight = tl.where(l_i > 0, tl.exp2(m_i - tl.max(m_i, 0)), 0.0)
+    out = tl.sum(acc * weight[:, None], 0) / tl.maximum(tl.sum(l_i * weight, 0), 1e-30)
+    tl.store(out_ptr + task * D + d, out, mask=d < D)
+
+
+def splits_for(tasks, most_keys, programs=528, least_keys=64):
+    """Into how many splits, a power of 2, the keys go: enough programs for four on each of an H200's processors."""
+    splits = 1
+    while splits * tasks < programs and splits * least_keys < most_keys:
+        splits *= 2
+    return splits
+
+
+def paged_attention(q, k_pool, v_pool, page_table, lengths, page_size=16, scale=None, new=None, splits=None,
+                    config=None):
+    """One query a row over the keys in its pages: q (B, H, D), pools (H, slots, D) -> (B, H, D).
+
+    page_table (B, P) int32, the pages of each row in order; lengths (B) int32, how many keys each has stored: no
+    slot beyond is read. new: (k, v), (B, H, D) each, of the queries' own tokens: they are stored at position
+    lengths[row], and attended to as well; a row of length -1 is skipped. Source: Dao et al. 2023, "Flash-Decoding".
+    """
+    B, H, D = q.shape
+    scale = D ** -0.5 if scale is None else scale
+    if not uses_kernels(q):
+        return paged_attention_twin(q, k_pool, v_pool, page_table, lengths, page_size, scale, new)
+    splits = splits or splits_for(B * H, page_table.shape[1] * page_size)
+    out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    parts = torch.empty((B * H, splits, D) if splits > 1 else 0, dtype=torch.float32, device=q.device)
+    peaks = torch.empty((B * H, splits, 2) if splits > 1 else 0, dtype=torch.float32, device=q.device)
+    k, v = new or (q, q)
+    BLOCK_N, warps = config or (16, 1)
+    _paged_kernel[(B * H, splits)](
+        q, k, v, k_pool, v_pool, page_table, lengths, out, parts, peaks, scale * LOG2_E, H, *q.stride()[:2],
+        *k.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], page_table.stride(0), lengths.stride(0),
+        new is not None, splits, D, BLOCK_N, power_of_2(D), page_size, num_warps=warps, **early(q))
+    if splits > 1:
+        _combine_kernel[(B * H,)](parts, peaks, out, splits, D, power_of_2(D), num_warps=1, **early(q))
+    return out
+
+
+def paged_attention_twin(q, k_pool, v_pool, page_table, lengths, page_size, scale, new):
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for row, length in enumerate(lengths.tolist()):
+        if new and length >= 0:
+            slot = slots_of(page_table[row], length + 1, page_size)[-1]
+            k_pool[:, slot], v_pool[:, slot] = new[0][row], new[1][row]
+        slots = slots_of(page_table[row], length + (new is not None), page_size)
+        if len(slots):
+            k, v = k_pool[:, slots][None], v_pool[:, slots][None]
+            out[row] = engine.attention(q[row][None, :, None], k, v, scale)[0, :, 0]
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------
+# Products of few rows: each weight is read once, so what stands around the product is done on the way.
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu_new":  # 0.5 (1 + tanh u) is the sigmoid of 2 u
+        x = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        x = tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit
+def _normed(x, inside, gain, shift, eps, K: tl.constexpr):
+    """LayerNorm over the last dimension; x is 0 where not inside."""
+    off = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / K, 0.0)
+    return off * tl.rsqrt(tl.sum(off * off, 1, keep_dims=True) / K + eps) * gain + shift
+
+
+@triton.jit
+def _norm_kernel(x_ptr, weight, bias, out_ptr, eps, K: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    k = tl.arange(0, WIDTH)[None, :]
+    gain, shift = tl.load(weight + k, mask=k < K, other=0.0), tl.load(bias + k, mask=k < K, other=0.0)
+    _wait(EARLY)
+    at = tl.program_id(0).to(tl.int64) * K + k
+    x = tl.load(x_ptr + at, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, _normed(x, k < K, gain.to(tl.float32), shift.to(tl.float32), eps, K), mask=k < K)
+
+
+def layer_norm(x, norm):
+    """LayerNorm over the last dimension of x; torch's own takes twice the time for rows of 768."""
+    if not uses_kernels(x):
+        return norm(x)
+    x, K = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    _norm_kernel[(x.numel() // K,)](x, norm.weight, norm.bias, out, norm.eps, K, power_of_2(K), num_warps=2, **early(x))
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(x_ptr, weight, bias, norm_weight, norm_bias, residual, out_ptr, eps, rows, N,
+                   K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+                   ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, EARLY: tl.constexpr):
+    """BLOCK_N outputs of all rows, one row after another: activation(LayerNorm(x) weight^T + bias) + residual.
+
+    x (rows, K), weight (N, K), out and residual (rows, N), all contiguous; WIDTH is K's power of 2.
+    """
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)[None, :]
+    inside = k < K
+    w = tl.load(weight + n.to(tl.int64)[:, None] * K + k, mask=(n < N)[:, None] & inside, other=0.0)
+    b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32) if BIAS else 0.0
+    if NORM:
+        gain, shift = tl.load(norm_weight + k, mask=inside, other=0.0), tl.load(norm_bias + k, mask=inside, other=0.0)
+    _wait(EARLY)
+    for row in tl.range(0, rows):
+        x = tl.load(x_ptr + row * K + k, mask=inside, other=0.0)
+        if NORM:
+            normed = _normed(x.to(tl.float32), inside, gain.to(tl.float32), shift.to(tl.float32), eps, K)
+            x = normed.to(x.dtype)
+        out = _activate(tl.sum(w.to(tl.float32) * x.to(tl.float32), 1) + b, ACTIVATION)
+        at = row * N + n.to(tl.int64)
+        if RESIDUAL:
+            out += tl.load(residual + at, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, out, mask=n < N)
+
+
+FUSED_ROWS = 4  # up to how many rows the fused kernel is faster than cuBLAS with the parts around it
+
+
+def fused_linear(x, linear, norm=None, activation="", residual=None, dtype=None, config=None):
+    """activation(LayerNorm(x) weight^T + bias) + residual: x (..., in) -> (..., out), one kernel where rows are few.
+
+    linear: an engine.Linear; norm: a nn.LayerNorm or None; activation: a name of engine.ACTIVATIONS or "";
+    residual (..., out) or None; dtype: the result's, x's by default.
+    """
+    N, K = linear.weight.shape
+    rows = x.numel() // K
+    if rows > FUSED_ROWS or not uses_kernels(x):
+        return linear_twin(layer_norm(x, norm) if norm else x, linear, None, activation, residual, dtype)
+    x = x.contiguous()
+    out = torch.empty(*x.shape[:-1], N, dtype=dtype or x.dtype, device=x.device)
+    BLOCK_N, warps = config or linear_config(N, K)
+    _linear_kernel[(triton.cdiv(N, BLOCK_N),)](
+        x, linear.weight, linear.bias, norm and norm.weight, norm and norm.bias,
+        None if residual is None else residual.contiguous(), out, norm.eps if norm else 0.0, rows, N, K,
+        power_of_2(K), BLOCK_N, linear.bias is not None, norm is not None, activation, residual is not None,
+        num_warps=warps, **early(x))
+    return out
+
+
+def linear_config(N, K):
+    """(BLOCK_N, warps): some 300 programs, so that each processor has two or more."""
+    return (2, 4) if N <= 1024 else (8, 2)
+
+
+def linear_twin(x, linear, norm=None, activation="", residual=None, dtype=None):
+    x = linear(norm(x) if norm else x)
+    x = engine.ACTIVATIONS[activation](x) if activation else x
+    return (x if residual is None else x + residual).to(dtype or x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sampling. What a row asks for stands in its record; the meaning and the random numbers are engine.sample's.
+
+@triton.jit
+def _noise(token, first, second):
+    """engine.exponential_noise: exponentially distributed, a hash of token and key."""
+    x = token.to(tl.uint32) * 0x9E3779B9 + first
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= (x >> 15) ^ second
+    x *= 0x846CA68B
+    x ^= x >> 16
+    u = tl.minimum(((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 1 - 5.960464477539063e-08)
+    w = 1 - u                                                        # log1p(-u) without its loss of digits
+    return tl.where(w == 1, u, -tl.log(w) * u / (1 - w))
+
+
+# What one row's step is about, as the GPU gets it: a line of these 32-bit fields, then the row's page ids.
+RECORD = np.dtype([(name, kind) for kind, names in (
+    (np.int32, "slot length token key key2 top_k flags"),
+    (np.float32, "temperature top_p min_p repetition frequency presence")) for name in names.split()])
+SLOT, LENGTH, TOKEN = 0, 1, 2
+FIELDS = len(RECORD.names)
+BIASED, PENALISED, NO_END = 1, 2, 4                                  # flags; no end before min_tokens
+
+
+@triton.jit
+def _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency, presence):
+    """The logits of some tokens after bias, minimum length and penalties; -inf beyond the vocabulary."""
+    z = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    z += tl.load(bias + token, mask=token < V * (flags % 2), other=0.0)
+    z = tl.where((token == eos) & (flags >= 4), -float("inf"), z)
+    seen = tl.load(counts + token, mask=token < V * (flags // 2 % 2), other=0)         # output + 65536 if in the prompt
+    penalised = tl.where(z > 0, z / repetition, z * repetition)
+    z = tl.where(seen > 0, tl.minimum(tl.maximum(penalised, -3.4028234e38), 3.4028234e38), z)
+    made = seen % 65536
+    return tl.where(made > 0, z - (made * frequency + presence), z)
+
+
+@triton.jit
+def _weight(p, bits, least, MASS: tl.constexpr):
+    """What counts towards a target, of the tokens whose probability has at least these bits: mass or number."""
+    return tl.where(bits >= least, p if MASS else tl.full(p.shape, 1.0, tl.float32), 0.0)
+
+
+@triton.jit
+def _keep_most(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """Zeroes all but the most likely tokens that together reach the target, a mass or a number of tokens.
+
+    The bits of positive floats order as they do, so the least one kept is found two bits a pass. Of equally likely
+    ones the first are kept.
+    """
+    cut = 0
+    for shift in tl.range(28, -1, -2):
+        one = tl.zeros((BLOCK,), tl.float32)
+        two, three = one, one
+        for lo in tl.range(0, V, BLOCK):
+            token = lo + tl.arange(0, BLOCK)
+            p = tl.load(probs + token, mask=token < V, other=0.0)
+            bits = p.to(tl.int32, bitcast=True)
+            one += _weight(p, bits, cut + (1 << shift), MASS)
+            two += _weight(p, bits, cut + (2 << shift), MASS)
+            three += _weight(p, bits, cut + (3 << shift), MASS)
+        cut += ((tl.sum(one) >= target).to(tl.int32) + (tl.sum(two) >= target).to(tl.int32)
+                + (tl.sum(three) >= target).to(tl.int32)) << shift
+    above = tl.zeros((BLOCK,), tl.float32)
+    for lo in tl.range(0, V, BLOCK):
+        token = lo + tl.arange(0, BLOCK)
+        p = tl.load(probs + token, mask=token < V, other=0.0)
+        above += _weight(p, p.to(tl.int32, bitcast=True), cut + 1, MASS)
+    least = cut.to(tl.float32, bitcast=True)
+    equals = tl.ceil((target - tl.sum(above)) / (tl.maximum(least, 1e-38) if MASS else 1.0))
+    before = 0
+    for lo in tl.range(0, V, BLOCK):
+        token = lo + tl.arange(0, BLOCK)
+        p = tl.load(probs + token, mask=token < V, other=0.0)
+        equal = ((p == least) & (token < V)).to(tl.int32)
+        kept = (p > least) | ((equal == 1) & (before + tl.cumsum(equal, 0) <= tl.maximum(equals, 1)))
+        tl.store(probs + token, tl.where(kept, p, 0.0), mask=token < V)
+        before += tl.sum(equal)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _field(record, at: tl.constexpr, kind: tl.constexpr = tl.float32):
+    return tl.load(record + at).to(kind, bitcast=True)
+
+
+@triton.jit
+def _sample_kernel(logits, records, last_token, counts, bias, probs, out_ptr, eos, stride_logits, stride_records,
+                   V: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """One row's next token; -1 where its largest logit is not finite."""
+    _wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    records += row * stride_records
+    slot, top_k, flags = tl.load(records).to(tl.int64), tl.load(records + 5), tl.load(records + 6)
+    first, second = _field(records, 3, tl.uint32), _field(records, 4, tl.uint32)
+    temperature, top_p, min_p = _field(records, 7), _field(records, 8), _field(records, 9)
+    repetition, frequency, presence = _field(records, 10), _field(records, 11), _field(records, 12)
+    logits += row * stride_logits
+    probs += row * V
+    counts += slot * V
+    bias += slot * V
+    best, best_at = tl.full((BLOCK,), -float("inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    nans = tl.zeros((BLOCK,), tl.int32)
+    for lo in tl.range(0, V, BLOCK):
+        token = lo + tl.arange(0, BLOCK)
+        z = _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency, presence)
+        nans += (z != z).to(tl.int32)
+        best_at = tl.where(z > best, token, best_at)
+        best = tl.where(z > best, z, best)
+    largest = tl.max(best, 0)
+    chosen = tl.min(tl.where(best == largest, best_at, V), 0)        # of equal ones the first
+    good = (tl.sum(nans) == 0) & (tl.abs(largest) < float("inf"))
+    if good & (temperature > 0):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for lo in tl.range(0, V, BLOCK):
+            token = lo + tl.arange(0, BLOCK)
+            z = _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency, presence)
+            p = tl.exp((z - largest) / temperature)
+            p = tl.where(p >= min_p, p, 0.0)
+            tl.store(probs + token, p, mask=token < V)
+            total += p
+        tl.debug_barrier()
+        if top_k < V:
+            _keep_most(probs, top_k.to(tl.float32), V, BLOCK, False)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for lo in tl.range(0, V, BLOCK):
+                token = lo + tl.arange(0, BLOCK)
+                total += tl.load(probs + token, mask=token < V, other=0.0)
+        if top_p < 1:
+            _keep_most(probs, top_p * tl.sum(total), V, BLOCK, True)
+        best, best_at = tl.full((BLOCK,), -1.0, tl.float32), tl.zeros((BLOCK,), tl.int32)
+        for lo in tl.range(0, V, BLOCK):
+            token = lo + tl.arange(0, BLOCK)
+            p = tl.load(probs + token, mask=token < V, other=0.0)
+            score = tl.where(token < V, p / _noise(token, first, second), -1.0)
+            best_at = tl.where(score > best, token, best_at)
+            best = tl.where(score > best, score, best)
+        chosen = tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
+    if good & (flags // 2 % 2 == 1):
+        tl.store(counts + chosen, tl.load(counts + chosen) + 1)
+    tl.store(last_token + slot, chosen)
+    tl.store(out_ptr + row, tl.where(good, chosen, -1))
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """What the sampler keeps on the device between steps, a line for each of a scheduler's slots.
+
+    last_token (slots) int32; counts (slots, V) int32: how often a token stands in the output, + 65536 if it does
+    in the prompt; bias (slots, V) float32. Lines of counts and bias are valid where a record's flags say so.
+    """
+
+    last_token: torch.Tensor
+    counts: torch.Tensor
+    bias: torch.Tensor
+
+    @classmethod
+    def new(cls, slots, V, device):
+        return cls(torch.zeros(slots, dtype=torch.int32, device=device),
+                   torch.zeros(slots, V, dtype=torch.int32, device=device), torch.zeros(slots, V, device=device))
+
+    def load(self, slot, request):
+        """Take over a request's bias, and the tokens it has so far."""
+        device, params = self.counts.device, request.params
+        if params.logit_bias:
+            values = np.array(list(params.logit_bias.values()), np.float32).view(np.int32)
+            ids, values = upload([np.array(list(params.logit_bias)), values], device)
+            self.bias[slot].zero_()[ids] = values.view(torch.float32)
+        if params.penalises:
+            output, prompt = upload([np.array(request.output_ids, int), np.array(request.prompt_ids)], device)
+            counts = self.counts[slot].zero_().index_add_(0, output, torch.ones_like(output))
+            counts[prompt] += 65536                                  # once, however often it stands there
+
+
+def sample(logits, records, state, eos):
+    """engine.sample on the device: logits (B, V) and a record a row -> token ids (B) int32, -1 for a failed row.
+
+    The tokens are also noted in `state`: the next step may begin before anybody has read them.
+    """
+    B, V = logits.shape
+    if not uses_kernels(logits):
+        return sample_twin(logits, records, state, eos)
+    out = torch.empty(B, dtype=torch.int32, device=logits.device)
+    probs = torch.empty(B, V, dtype=torch.float32, device=logits.device)
+    BLOCK, warps = (min(16384, power_of_2(V)), 32) if V > 4096 else (power_of_2(V), 4)
+    _sample_kernel[(B,)](logits, records, state.last_token, state.counts, state.bias, probs, out, eos,
+                         logits.stride(0), records.stride(0), V, BLOCK, num_warps=warps,
+                         **early(logits))
+    return out
+
+
+def sample_twin(logits, records, state, eos):
+    V, fields = logits.shape[1], records[:, :FIELDS].contiguous().cpu().numpy().view(RECORD)[:, 0]
+    slots = torch.from_numpy(fields["slot"]).long()
+
+    def column(name):
+        return torch.from_numpy(fields[name].copy())[:, None]
+
+    flags, z = column("flags"), logits.float()
+    z = z + torch.where(flags & BIASED > 0, state.bias[slots], 0)
+    z[:, eos] = torch.where(flags[:, 0] & NO_END > 0, -math.inf, z[:, eos])
+    seen = torch.where(flags & PENALISED > 0, state.counts[slots], 0)
+    penalised = torch.where(z > 0, z / column("repetition"), z * column("repetition"))
+    z = torch.where(seen > 0, penalised.clamp(torch.finfo().min, torch.finfo().max), z)
+    z = torch.where(seen % 65536 > 0, z - (seen % 65536 * column("frequency") + column("presence")), z)
+    largest, tokens = z.max(-1)
+    good = largest.isfinite()
+    probs = torch.softmax((z - largest[:, None]) / column("temperature").clamp(1e-30), -1)
+    limits = [SimpleNamespace(**{name: line[name].item() for name in ("top_k", "top_p", "min_p")}) for line in fields]
+    rows = [i for i, p in enumerate(limits) if good[i] and (p.top_k < V or p.top_p < 1 or p.min_p > 0)]
+    if rows:
+        probs[rows] = engine.truncate(probs[rows], tokens[rows], [limits[i] for i in rows])
+    drawn = engine.draw(probs, torch.stack([column("key"), column("key2")], -1)[:, 0].tolist())
+    tokens = torch.where(column("temperature")[:, 0] > 0, drawn, tokens).int()
+    state.last_token[slots] = tokens
+    state.counts[slots, tokens.long()] += (good & (flags[:, 0] & PENALISED > 0)).int()
+    return torch.where(good, tokens, -1)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The model
+
+class FlashBlock(engine.Block):
+    """The same block, with what stands around each product done in one kernel with it."""
+
+    def forward(self, x, kv):
+        attn, mlp = self.attn, self.mlp
+        B, T, C = x.shape
+        qkv = fused_linear(x, attn.c_attn, self.ln_1).view(B, T, 3, attn.n_head, C // attn.n_head)
+        out = kv.attend(attn.layer, *qkv.permute(2, 0, 3, 1, 4), attn.scale)           # (B, H, T, D)
+        x = fused_linear(out.transpose(1, 2).reshape(B, T, C), attn.c_proj, residual=x)
+        hidden = fused_linear(x, mlp.c_fc, self.ln_2, self.activation)
+        return fused_linear(hidden, mlp.c_proj, residual=x)
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.activation = config.activation_function
+
+
+class FlashRecompute(engine.Recompute):
+    """Nothing is stored; all tokens go through the flash kernel."""
+
+    def attend(self, layer, q, k, v, scale):
+        return flash_attention(q, k, v, scale=scale)
+
+
+class FlashKV(engine.PagedKV):
+    """Some sequences of a pool on the GPU: prompts go through the flash kernel, single tokens through split keys."""
+
+    def _plan(self):
+        stored, pages, cache = [t.length for t in self.tables], [t.pages for t in self.tables], self.cache
+        BLOCK_M = flash_config(cache.k.shape[-1], cache.k.dtype, 0)[0]
+        self.rows = Rows(stored, self.new, pages, cache.page_size, BLOCK_M, cache.k.device)
+        return self.rows.positions
+
+    def attend(self, layer, q, k, v, scale):
+        (B, H, T, D), dtype, cache, rows = q.shape, q.dtype, self.cache, self.rows
+        q, k, v = (x.transpose(1, 2).reshape(B * T, H, D).to(cache.k.dtype) for x in (q, k, v))  # rows end to end
+        k_pool, v_pool = cache.k[layer], cache.v[layer]
+        if max(self.new) == 1:
+            out = paged_attention(q, k_pool, v_pool, rows.table, rows.positions, cache.page_size, scale, (k, v))
+        else:
+            store(k, v, k_pool, v_pool, rows.slots)
+            out = paged_flash_attention(q, k_pool, v_pool, rows, scale)
+        return out.view(B, T, H, D).transpose(1, 2).to(dtype)
+
+
+@triton.jit
+def _embed_kernel(records, last_token, wte, wpe, out_ptr, stride_records, C: tl.constexpr, BLOCK: tl.constexpr,
+                  EARLY: tl.constexpr):
+    _wait(EARLY)
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    records += row * stride_records
+    slot, position, token = tl.load(records), tl.load(records + 1), tl.load(records + 2)
+    token = tl.where(token < 0, tl.load(last_token + slot), token).to(tl.int64)
+    x = tl.load(wte + token * C + c, mask=c < C, other=0.0).to(tl.float32)
+    x += tl.load(wpe + tl.maximum(position, 0) * C + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * C + c, x, mask=c < C)
+
+
+def embed(records, last_token, wte, wpe):
+    """The embeddings (rows, C) of the tokens that records tell, or that were sampled last (-1), at their positions."""
+    if not uses_kernels(wte):
+        known, last = records[:, TOKEN], last_token[records[:, SLOT]]
+        return wte[torch.where(known < 0, last, known)] + wpe[records[:, LENGTH].clamp(min=0)]
+    (rows, C), dtype = (len(records), wte.shape[1]), wte.dtype
+    out = torch.empty(rows, C, dtype=dtype, device=wte.device)
+    _embed_kernel[(rows,)](records, last_token, wte, wpe, out, records.stride(0), C, power_of_2(C), **early(out))
+    return out
+
+
+class DecodeKV(engine.Recompute):
+    """The rows of a decode step as their records tell, one new token each; a graph can be captured over it."""
+
+    def __init__(self, cache, records):
+        self.cache, self.table, self.lengths = cache, records[:, FIELDS:], records[:, LENGTH]
+
+    def attend(self, layer, q, k, v, scale):
+        cache, dtype = self.cache, q.dtype
+        q, k, v = (x[:, :, 0].to(cache.k.dtype) for x in (q, k, v))                    # (B, H, D)
+        out = paged_attention(q, cache.k[layer], cache.v[layer], self.table, self.lengths, cache.page_size, scale,
+                              (k, v))
+        return out[:, :, None].to(dtype)
+
+
+class GPT2Flash(engine.GPT2Paged):
+    """GPT-2 on the GPU over the same pages: flash attention for prompts, split keys and CUDA graphs for decoding."""
+
+    block = FlashBlock
+
+    def forward(self, ids, kv=None, keep=slice(None)):
+        return super().forward(ids, FlashRecompute() if kv is None else kv, keep)
+
+    @functools.cached_property
+    def padded_head(self):
+        """The head's weight with rows up to a multiple of 8, which cuBLAS multiplies by 5 times as fast."""
+        weight = self.lm_head.weight
+        return torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 8))
+
+    def head(self, x):
+        (B, T, _), V = x.shape, self.config.vocab_size
+        if x.is_cuda and x.dtype != torch.float32 and B * T > FUSED_ROWS:  # sums in float32, not rounded in between
+            normed = layer_norm(x, self.ln_f).flatten(0, 1)
+            return torch.mm(normed, self.padded_head.t(), out_dtype=torch.float32)[:, :V].view(B, T, V)
+        return fused_linear(x, self.lm_head, self.ln_f, dtype=torch.float32)
+
+    def new_kv(self, tables=None, counts=None):
+        return FlashKV(self.cache, tables, counts)
+
+    def new_runner(self, max_batch_size):
+        return FlashRunner(self, max_batch_size)
+
+
+class FlashRunner(engine.Runner):
+    """Runs a scheduler's steps on the GPU, one ahead of the host.
+
+    Decoding rows go through a CUDA graph of the next larger batch size, prompts through the model as it is; the
+    tokens are sampled on the device, which feeds them to the next step itself. Each row's step is told by a record.
+    """
+
+    ahead, prefill_chunk = 1, 8192
+
+    def __init__(self, model, max_batch_size):
+        super().__init__(model, max_batch_size)
+        config, cache = model.config, model.cache
+        self.device, slots = cache.k.device, max_batch_size + 1
+        V, most_pages = config.vocab_size, -(-config.n_positions // cache.page_size)
+        self.state = SamplerState.new(slots, V, self.device)
+        self.eos = config.eos_token_id if config.eos_token_id is not None and config.eos_token_id < V else -1
+        # A record for each slot, kept from step to step; the last is of a row that is not there.
+        self.records = np.zeros(slots, [*RECORD.descr, ("pages", np.int32, most_pages)])
+        self.records["slot"], self.records["length"] = np.arange(slots), -1
+        self.pages, self.min_tokens = [0] * slots, np.zeros(slots, int)
+        self.keys = np.zeros((slots, config.n_positions + 1, 2), np.int32)             # of the noise, by output length
+        self.loaded = [None] * slots                                 # the page table that each record is about
+        self.buckets = buckets(max_batch_size)
+        self.graphs = {}
+        if self.device.type == "cuda":
+            for rows in reversed(self.buckets):  # the largest first: the others find room in its memory
+                self._capture(rows)
+
+    def launch(self, rows):
+        if any(guesses or request.unscored for request, _, guesses, _ in rows):
+            self.loaded = [None] * len(self.loaded)                  # tokens are made that the device does not note
+            return super().launch(rows)
+        decoding = [request for request, count, _, sampled in rows if count == 1 and sampled]
+        prefilling = [row for row in rows if not (row[1] == 1 and row[3])]
+        parts = []
+        if decoding:
+            parts.append((decoding, *self._decode(self._records(decoding))))
+            for request in decoding:
+                request.table.length += 1
+        if prefilling:
+            parts.append(self._prefill(prefilling))
+        return self._results([part for part in parts if part[0]])
+
+    # --- records
+
+    def _records(self, requests):
+        """A record a request: what its step is about."""
+        slots, made, lengths, tokens = [], [], [], []
+        for request in requests:
+            slot, table, output = request.slot, request.table, request.output_ids
+            if self.loaded[slot] is not table:
+                self._load(request, slot)
+            if len(table.pages) > self.pages[slot]:
+                self.records["pages"][slot, self.pages[slot]:len(table.pages)] = table.pages[self.pages[slot]:]
+                self.pages[slot] = len(table.pages)
+            slots.append(slot)
+            made.append(len(output) + request.pending)
+            lengths.append(table.length)
+            tokens.append(-1 if request.pending else (output or request.prompt_ids)[-1])
+        records = self.records[slots]
+        records["length"], records["token"] = lengths, tokens
+        records["key"], records["key2"] = self.keys[slots, made].T
+        records["flags"] += NO_END * (np.array(made) < self.min_tokens[slots])
+        return records
+
+    def _load(self, request, slot):
+        """A request new in this slot: its part of the record that stays."""
+        p, V = request.params, self.model.config.vocab_size
+        fields = dict(temperature=p.temperature, top_k=p.top_k if 0 < p.top_k < V else V, top_p=p.top_p, min_p=p.min_p,
+                      repetition=p.repetition_penalty, frequency=p.frequency_penalty, presence=p.presence_penalty,
+                      flags=BIASED * bool(p.logit_bias) + PENALISED * p.penalises)
+        for name, value in fields.items():
+            self.records[name][slot] = value
+        self.min_tokens[slot] = p.min_tokens if self.eos >= 0 else 0
+        if p.temperature:
+            self.keys[slot] = noise_keys(request.key, self.keys.shape[1])
+        self.state.load(slot, request)
+        self.pages[slot], self.loaded[slot] = 0, request.table
+
+    def _on_device(self, records):
+        return upload([records.view(np.int32).reshape(len(records), -1)], self.device)[0]
+
+    # --- decoding
+
+    def _decode(self, records):
+        """One token of each record's row -> (tokens, logits)."""
+        rows = next(size for size in self.buckets if size >= len(records))
+        padded = self._on_device(np.concatenate([records, self.records[-1:].repeat(rows - len(records))]))
+        if rows in self.graphs:
+            graph, static, tokens, logits = self.graphs[rows]
+            static.copy_(padded)
+            graph.replay()
+        else:
+            tokens, logits = self._decode_step(padded)
+        return tokens[:len(records)], logits[:len(records)]
+
+    def _decode_step(self, records):
+        model, kv = self.model, DecodeKV(self.model.cache, records)
+        x = embed(records, self.state.last_token, model.wte.weight, model.wpe.weight)[:, None]
+        for block in model.h:
+            x = block(x, kv)
+        logits = model.head(x)[:, 0]
+        return sample(logits, records, self.state, self.eos), logits
+
+    def _capture(self, rows):
+        """Record the kernels of a decode step of so many rows, to be launched as one from now on."""
+        records = self._on_device(self.records[-1:].repeat(rows))
+        self._decode_step(records)                                   # compiles what is to be compiled
+        graph = torch.cuda.CUDAGraph()
+        pool = next((first.pool() for first, *_ in self.graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            tokens, logits = self._decode_step(records)
+        self.graphs[rows] = graph, records, tokens, logits
+
+    # --- prompts
+
+    def _prefill(self, rows):
+        """Prompts or chunks of them -> (the requests that have come to their end, their next tokens, logits)."""
+        ready = [request for request, _, _, sampled in rows if sampled]
+        records, ids, keep = self._records(ready) if ready else None, [], []
+        for request, count, _, sampled in rows:
+            stored = request.table.length
+            keep += [len(ids) + count - 1] * sampled
+            ids += request.ids[stored:stored + count]
+        kv = self.model.new_kv([row[0].table for row in rows], [row[1] for row in rows])
+        ids, keep = upload([np.array(ids), np.array(keep, int)], self.device)
+        logits = self.model(ids[None], kv, keep=keep)[0]
+        return ready, sample(logits, self._on_device(records), self.state, self.eos) if ready else None, logits
+
+    # --- results
+
+    def _results(self, parts):
+        """parts: (requests, tokens, logits) each -> the function that waits for their tokens."""
+        if not parts:
+            return list
+        tokens = to_host(torch.cat([tokens for _, tokens, _ in parts]) if len(parts) > 1 else parts[0][1])
+        logprobs = [self._logprobs(*part) for part in parts]
+        done = torch.cuda.Event() if self.device.type == "cuda" else None
+        if done:
+            done.record()
+
+        def results():
+            if done:
+                done.synchronize()
+            requests = [request for part, _, _ in parts for request in part]
+            asked = {request: (found,) for make in logprobs for request, found in make()}
+            return ((request, (), ((token,), asked.get(request, NO_LOGPROBS)) if token >= 0 else
+                     FloatingPointError("the logits hold NaN or infinity"))
+                    for request, token in zip(requests, tokens.tolist()))
+        return results
+
+    def _logprobs(self, requests, tokens, logits):
+        """Starts the log probabilities of the rows that ask for them -> the function that gives them."""
+        rows = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
+        if not rows:
+            return list
+        at, = upload([np.array(rows)], self.device)
+        logprobs, chosen = torch.log_softmax(logits[at], -1), tokens[at].long().clamp(min=0)[:, None]
+        top = logprobs.topk(min(20, logits.shape[1]))
+        parts = [to_host(x) for x in (chosen, logprobs.gather(1, chosen), top.indices, top.values)]
+
+        def found():
+            for i, (token,), (logprob,), ids, values in zip(rows, *(part.tolist() for part in parts)):
+                most = dict(zip(ids[:requests[i].params.logprobs], values))
+                yield requests[i], engine.TokenLogprobs(token, logprob, most)
+        return found
+
+
+NO_LOGPROBS = (None,)
+
+
+def buckets(most):
+    """The batch sizes that get a graph: powers of 2, from 32 on multiples of 32, and the largest."""
+    sizes = [size for size in (1, 2, 4, 8, 16) if size < most] + list(range(32, most, 32))
+    return [*sizes, most]
+
+
+def noise_keys(key, count):
+    """Request.noise_key for output lengths 0 to count - 1, (count, 2) int32."""
+    bits = np.random.Philox(key=key).random_raw(4 * count)[::4]      # the first of each counter's four
+    return np.stack([(bits & 0xFFFFFFFF).astype(np.int64) - 2**31, (bits >> 32).astype(np.int64) - 2**31], 1)
+
+
+def to_host(x):
+    """A copy of x on the host, which is there once the device has come so far."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return host.copy_(x, non_blocking=True)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Checks: each yields (case, error, limit). On a GPU `--check` runs them in full, the tests some by interpreter.
+
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}   # relative; the interpreter cuts off
+LENGTHS = [(1, 1), (15, 15), (16, 16), (17, 17), (63, 63), (64, 64), (65, 65), (1, 17), (5, 64), (16, 80), (64, 65)]
+HEAD_DIMS = (8, 16, 40, 64, 80, 128, 256)
+
+
+def error(found, exact):
+    """The distance to float64, relative to its size; NaN is far."""
+    distance = (found.double() - exact).norm() / exact.norm().clamp(min=1e-30)
+    return distance.nan_to_num(math.inf).item()
+
+
+def exact_attention(q, k, v, scale):
+    """Attention in float64; the queries are the last positions."""
+    T, S = q.shape[-2], k.shape[-2]
+    scores = q.double() @ k.double().transpose(-2, -1) * scale
+    scores.masked_fill_(torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1), -math.inf)
+    return torch.softmax(scores, -1) @ v.double()
+
+
+def limit_of(q, k, v, exact):
+    """On a GPU in 16 bits twice the error of torch's own attention on the same input, else a fixed one."""
+    if not q.is_cuda or q.dtype == torch.float32:
+        return ROUNDING[q.dtype]
+    T, S = q.shape[-2], k.shape[-2]
+    seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return 2 * error(torch.nn.functional.scaled_dot_product_attention(q, k, v, seen), exact)
+
+
+def check_flash(device, dtype, lengths=LENGTHS, head_dims=HEAD_DIMS):
+    """Lengths, offsets and head dims; views of a projection; NaN beyond the last key."""
+    for (T, S), D in [(pair, 64) for pair in lengths] + [((17, 65), D) for D in head_dims]:
+        q = torch.randn(2, T, 3, D, device=device, dtype=dtype).transpose(1, 2)
+        k, v = torch.randn(2, S + 3, 2, 3, D, device=device, dtype=dtype).permute(2, 0, 3, 1, 4)
+        k[:, :, S:], v[:, :, S:] = math.nan, math.nan
+        exact = exact_attention(q, k[:, :, :S], v[:, :, :S], D ** -0.5)
+        yield (f"T {T} S {S} D {D}", error(flash_attention(q, k, v, start=S - T), exact),
+               limit_of(q, k[:, :, :S], v[:, :, :S], exact))
+
+
+def random_pages(device, dtype, lengths, H, D, page_size=16):
+    """Pools in which only the keys of rows of these lengths are stored, all else is NaN -> pools, page ids a row."""
+    order = torch.randperm(sum(length // page_size + 1 for length in lengths) + 3).tolist()
+    pages = [[order.pop() for _ in range(length // page_size + 1)] for length in lengths]
+    k, v = torch.full((2, H, page_size * 64, D), math.nan, device=device, dtype=dtype)
+    for ids, length in zip(pages, lengths):
+        slots = slots_of(torch.tensor(ids, device=device), length, page_size)
+        k[:, slots], v[:, slots] = torch.randn(2, H, length, D, device=device, dtype=dtype)
+    return k, v, pages
+
+
+def check_paged(device, dtype, head_dims=HEAD_DIMS, lengths=(0, 1, 15, 16, 17, 63, 64, 200)):
+    """One query a row, with and without a new key, keys split or not; a row that is not there is left alone."""
+    for D, splits, has_new in [(D, splits, new) for D in head_dims for splits in (1, 8) for new in (False, True)]:
+        k_pool, v_pool, pages = random_pages(device, dtype, lengths, 3, D)
+        rows = Rows(lengths, [1] * len(lengths), pages, 16, 16, device)
+        q, *new = torch.randn(3, len(lengths), 3, D, device=device, dtype=dtype)
+        stored = torch.tensor(lengths, dtype=torch.int32, device=device)
+        if has_new:
+            stored[0] = -1
+        out = paged_attention(q, k_pool, v_pool, rows.table, stored, 16, None, new if has_new else None, splits)
+        worst, limit = 0.0, ROUNDING[dtype]
+        for row, length in enumerate(stored.tolist()):
+            slots = slots_of(rows.table[row], length + has_new, 16)
+            if has_new and length >= 0 and not torch.equal(k_pool[:, slots[-1]], new[0][row]):
+                worst = math.inf                                     # not stored
+            k, v = k_pool[None, :, slots], v_pool[None, :, slots]
+            exact = exact_attention(q[row][None, :, None], k, v, D ** -0.5) if len(slots) else torch.zeros_like(q[:1])
+            worst = max(worst, error(out[row].flatten(), exact.double().flatten()))
+        yield f"D {D} splits {splits} new {has_new}", worst, limit
+
+
+def check_prompts(device, dtype, head_dims=(64, 80)):
+    """Rows of unequal lengths, some behind stored keys: stored, then attended over their pages."""
+    for D in head_dims:
+        stored, counts = [0, 17, 33, 100], [65, 1, 20, 64]
+        k_pool, v_pool, pages = random_pages(device, dtype, [a + b for a, b in zip(stored, counts)], 3, D)
+        rows = Rows(stored, counts, pages, 16, flash_config(D, dtype, 0)[0], device)
+        q, k, v = torch.randn(sum(counts), 3, 3, D, device=device, dtype=dtype).unbind(1)
+        k_pool[:, rows.slots.long()] = math.nan
+        store(k, v, k_pool, v_pool, rows.slots)
+        out = paged_flash_attention(q, k_pool, v_pool, rows, D ** -0.5)
+        for (first, count, before), ids in zip(rows.spans.tolist(), rows.table):
+            slots, new = slots_of(ids, before + count, 16), slice(first, first + count)
+            q_row, k_row, v_row = (x[None] for x in (q[new].transpose(0, 1), k_pool[:, slots], v_pool[:, slots]))
+            exact = exact_attention(q_row, k_row, v_row, D ** -0.5)
+            yield (f"D {D} {count} after {before}", error(out[new].transpose(0, 1)[None], exact),
+                   limit_of(q_row, k_row, v_row, exact))
+
+
+def check_linear(device, dtype, shapes=((768, 2304), (768, 768), (100, 33))):
+    """With and without what is fused, against float64; 16 bits may err as much as a product that is rounded once."""
+    for (K, N), rows, activation in [(shape, rows, a) for shape in shapes for rows in (1, 3)
+                                     for a in ("", *engine.ACTIVATIONS)]:
+        linear, norm = engine.Linear(K, N), torch.nn.LayerNorm(K)
+        for parameter in (*linear.parameters(), *norm.parameters()):
+            parameter.requires_grad_(False).normal_().copy_(parameter.to(dtype))
+        x, residual = torch.randn(rows, K).to(dtype), torch.randn(rows, N).to(dtype)
+        exact = linear_twin(x.double(), linear.double(), norm.double(), activation, residual.double())
+        found = fused_linear(x.to(device), linear.to(device, dtype), norm.to(device, dtype), activation,
+                             residual.to(device))
+        yield f"{K} to {N}, {rows} rows {activation}", error(found.cpu(), exact), ROUNDING[dtype]
+
+
+def random_records(rows, V):
+    draw = np.random.default_rng(0)
+    records = np.zeros(rows, RECORD)
+    for name, values in dict(temperature=[0, 0.5, 1, 3], top_k=[1, 5, 50, V], top_p=[0.1, 0.9, 1], min_p=[0, 0.1],
+                             repetition=[1, 1.3], frequency=[0, 0.2], presence=[0, 0.1], flags=range(8)).items():
+        records[name] = draw.choice(values, rows)
+    records["slot"], records["key"] = np.arange(rows), draw.integers(-2**31, 2**31, rows)
+    records["key2"] = draw.integers(-2**31, 2**31, rows)
+    return records
+
+
+def check_sample(device, dtype, V=50257, rows=64):
+    """Every parameter at once against the twin: the same tokens, the same counts; NaN fails its row alone."""
+    records, states = random_records(rows, V), [SamplerState.new(rows, V, place) for place in (device, "cpu")]
+    logits = (3 * torch.randn(rows, V)).to(dtype).float()            # 16 bits: many are equally likely
+    logits[1, 3], logits[2] = math.nan, -math.inf
+    counts, bias = torch.randint(0, 3, (rows, V)) + 65536 * torch.randint(0, 2, (rows, V)), torch.randn(rows, V)
+    for state in states:
+        state.counts.copy_(counts)
+        state.bias.copy_(bias)
+    records = torch.from_numpy(records.view(np.int32).reshape(rows, -1))
+    found = sample(logits.to(device), records.to(device), states[0], 5).cpu()
+    same = found == sample_twin(logits, records, states[1], 5)       # where top_p ends a sum's rounding may decide
+    yield "tokens", 1 - same.float().mean().item(), 0.02 if V > 1000 else 0
+    yield "counts", (states[0].counts.cpu()[same] != states[1].counts[same]).float().mean().item(), 0
+
+
+CHECKS = {"flash attention": check_flash, "paged attention": check_paged, "prompts over pages": check_prompts,
+          "fused linear": check_linear, "sampling": check_sample}
+
+
+SMALL = {check_sample: dict(V=97, rows=8), check_linear: dict(shapes=((48, 33),))}  # for the interpreter
+
+
+def run_checks(device):
+    """Prints a line for each kernel and dtype, raises SystemExit(1) where one errs."""
+    failed = False
+    for name, check in CHECKS.items():
+        for dtype in engine.DTYPES.values():
+            torch.manual_seed(0)
+            cases = list(check(device, dtype, **(SMALL.get(check, {}) if device == "cpu" else {})))
+            case, worst, limit = max(cases, key=lambda case: case[1] / max(case[2], 1e-30))
+            good = all(err <= most for _, err, most in cases)
+            print(f"{'ok' if good else 'FAILED':7}{name:18}{str(dtype).removeprefix('torch.'):9}{len(cases):3} cases, worst "
+                  f"error {worst:.1e} of {limit:.1e} allowed ({case})", flush=True)
+            failed |= not good
+    if failed:
+        raise SystemExit(1)
+
+
+def main():
+    run_checks("cpu" if INTERPRET else "cuda")
+
+
+if __name__ == "__main__":
+    main()
