@@ -660,7 +660,7 @@ def engine_view(scheduler):
         for n, r in enumerate(scheduler.slots):
             if r is not None:
                 owner[r.table.pages] = n
-            state = r and ("decoding" if r.table.length >= len(r.ids) - 1 else "prefilling")
+            state = r and ("decoding" if r.todo <= 1 else "prefilling")
             slots.append(request_view(scheduler, r, state, now) if r else None)
         waiting = [request_view(scheduler, r, "preempted" if r.preemptions else "queued", now)
                    for r in scheduler.waiting]

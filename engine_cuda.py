@@ -1169,7 +1169,7 @@ def run_checks(device):
             cases = list(check(device, dtype, **(SMALL.get(check, {}) if device == "cpu" else {})))
             case, worst, limit = max(cases, key=lambda case: case[1] / max(case[2], 1e-30))
             good = all(err <= most for _, err, most in cases)
-            print(f"{'ok' if good else 'FAILED':7}{name:18}{str(dtype).removeprefix('torch.'):9}{len(cases):3} cases, worst "
+            print(f"{'ok' if good else 'FAILED':7}{name:18}{str(dtype)[6:]:9}{len(cases):3} cases, worst "
                   f"error {worst:.1e} of {limit:.1e} allowed ({case})", flush=True)
             failed |= not good
     if failed:

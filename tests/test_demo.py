@@ -571,7 +571,7 @@ def test_a_fault_of_the_engine_is_told(server, monkeypatch):
     def fail(*_):
         raise RuntimeError("out of luck\nin two lines")
 
-    monkeypatch.setattr(server.scheduler, "_forward", fail)
+    monkeypatch.setattr(server.scheduler.runner, "_forward", fail)
     status, error = error_of(server.call("/v1/completions", {"prompt": "x"}))
     assert (status, error["type"]) == (500, "server_error") and "out of luck" in error["message"]
     *_, failed, done = server.events(prompt="x", stream=True)
