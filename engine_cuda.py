@@ -852,7 +852,7 @@ def embed(records, last_token, wte, wpe):
     """The embeddings (rows, C) of the tokens that records tell, or that were sampled last (-1), at their positions."""
     if not uses_kernels(wte):
         known, last = records[:, TOKEN], last_token[records[:, SLOT]]
-        return wte[torch.where(known < 0, last, known)] + wpe[records[:, LENGTH].clamp(min=0)]
+        return wte[torch.where(known < 0, last, known)].float() + wpe[records[:, LENGTH].clamp(min=0)].float()
     (rows, C), dtype = (len(records), wte.shape[1]), wte.dtype
     out = torch.empty(rows, C, dtype=dtype, device=wte.device)
     _embed_kernel[(rows,)](records, last_token, wte, wpe, out, records.stride(0), C, power_of_2(C), **early(out))
@@ -1020,7 +1020,7 @@ class FlashRunner(engine.Runner):
 
     def _prompt_step(self, ids, keep, records, *plan):
         model, rows = self.model, Rows(*plan, self.model.cache.page_size)
-        x, kv = (model.wte(ids) + model.wpe(rows.positions))[None], PromptKV(model.cache, rows)
+        x, kv = model.embed(ids[None], rows.positions[None]), PromptKV(model.cache, rows)
         for block in model.h:
             x = block(x, kv)
         logits = model.head(x[:, keep])[0]
@@ -1251,7 +1251,7 @@ def random_model(**config):
 
 def copy_as(model, variant, dtype, device):
     """The same weights as another class, in another dtype, on another device."""
-    state = {name: value.to(device, dtype) for name, value in model.state_dict().items()}
+    state = {name: engine.room(value.shape, dtype, device).copy_(value) for name, value in model.state_dict().items()}
     if model.lm_head.weight is model.wte.weight:
         state["lm_head.weight"] = state["wte.weight"]
     return engine.with_weights(engine.empty_model(variant, model.config, model.name, {}), state)

@@ -241,7 +241,7 @@ def test_messages_stay_one_short_line(oracle_folder):
 
 
 @pytest.mark.parametrize("options, line", [
-    (dict(dtype="float64"), "dtype must be one of float32, bfloat16, float16"),
+    (dict(dtype="float64"), "dtype must be one of float32, bfloat16, float16, int8"),
     (dict(dtype=[1]), "dtype must be one of"),
     (dict(device="nope"), "device 'nope' can't be used"),
     (dict(page_size=True), "page_size must be a whole number from 1, not True"),

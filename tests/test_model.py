@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import VARIANTS, fill_with_nan, make_oracle, run_to_end
+from conftest import IDS, VARIANTS, fill_with_nan, make_oracle, run_to_end
 
 import engine
 
@@ -183,15 +183,108 @@ def test_packed_weights_give_the_same_logits(oracle_folder):
             assert (model(ids) - expected).abs().max() < limit * expected.abs().max()
 
 
+def make_linear(n_in, n_out, dtype, bias=True):
+    """A projection, and its weight as float64, after rounding to the dtype."""
+    linear = engine.Linear(n_in, n_out, bias)
+    linear.weight.data = torch.randn(n_out, n_in)
+    if bias:
+        linear.bias.data = torch.randn(n_out)
+    if dtype == "int8":
+        linear.quantize()
+        return linear, linear.weight.double() * linear.scale.double()[:, None]
+    linear.weight.data = linear.weight.data.to(engine.DTYPES[dtype])
+    return linear, linear.weight.double()
+
+
+@pytest.mark.parametrize("dtype", engine.CPU_DTYPES)
 @pytest.mark.parametrize("n_in, n_out, rows", [(1, 1, 1), (3, 65, 1), (768, 7, 2), (63, 1023, 6), (129, 17, 5)])
-def test_product_kernel_against_float64(n_in, n_out, rows):
-    x, w, b = torch.randn(rows, n_in), torch.randn(n_out, n_in), torch.randn(n_out)
-    for bias in (b, None):
-        expected = x.double() @ w.double().t() + (0 if bias is None else bias.double())
-        got = engine.project(x[None], w, bias)[0].double()
-        torch.testing.assert_close(got, expected, atol=1e-5 * n_in ** 0.5, rtol=1e-5)
+def test_product_kernel_against_float64(n_in, n_out, rows, dtype):
+    for bias in (True, False):
+        linear, weight = make_linear(n_in, n_out, dtype, bias)
+        x = torch.randn(rows, n_in)
+        expected = x.double() @ weight.t() + (linear.bias.double() if bias else 0)
+        got = linear(x[None])[0]
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), expected, atol=1e-5 * n_in ** 0.5, rtol=1e-5)
     columns = torch.randn(n_in, rows).t()                                     # not contiguous
-    torch.testing.assert_close(engine.project(columns, w), columns @ w.t(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(linear(columns), columns @ weight.float().t(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", engine.CPU_DTYPES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_many_rows_against_float64(dtype, packed):
+    linear, weight = make_linear(96, 130, dtype)
+    if packed:
+        linear.pack()
+    x = torch.randn(40, 96)
+    expected, got = x.double() @ weight.t() + linear.bias.double(), linear(x)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[got.dtype]  # of the product's dtype
+    assert (got.double() - expected).abs().max() < limit * expected.abs().max()
+
+
+def test_quantized_rows_are_as_near_as_8_bits_allow():
+    linear = engine.Linear(200, 50)
+    linear.weight.data = torch.randn(50, 200) * torch.logspace(-6, 3, 50)[:, None]
+    linear.weight.data[7] = 0
+    exact = linear.weight.double()
+    linear.quantize()
+    error = (linear.weight.double() * linear.scale.double()[:, None] - exact).abs()
+    assert (error <= exact.abs().amax(dim=1, keepdim=True) / 253).all() and linear.weight.dtype == torch.int8
+    assert not error[7].any() and linear.scale.isfinite().all()
+
+
+@pytest.mark.parametrize("rows, heads, width", [(1, 1, 4), (1, 4, 48), (2, 3, 33), (4, 8, 96)])
+def test_block_kernels_against_the_readable_block(rows, heads, width, monkeypatch):
+    block = engine.Block(engine.GPT2Config(n_head=heads, n_embd=width * heads), 0)
+    for name, parameter in block.named_parameters():
+        parameter.data = torch.randn(parameter.shape) * (0.2 if parameter.ndim > 1 else 1.0) + ("ln_" in name)
+    x = 3 * torch.randn(1, rows, width * heads)
+    before, fused = x.clone(), block(x, engine.Recompute())
+    assert torch.equal(x, before)                                             # the input is not written over
+    monkeypatch.setattr(engine, "cpu_kernels", lambda: None)
+    plain = block.double()(x.double(), engine.Recompute())
+    torch.testing.assert_close(fused.double(), plain, atol=2e-5 * plain.abs().max().item(), rtol=0)
+    x[0, 0, 0] = float("nan")
+    monkeypatch.undo()
+    assert block.float()(x, engine.Recompute())[0, 0].isnan().all()
+
+
+def test_gelu_in_the_block_kernel_over_its_whole_range():
+    """A block whose projections pass one number through: what comes out is x + gelu(x), to the last digits."""
+    values = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([-1e4, -88.0, 0.0, 1e-30, 88.0, 1e4])])
+    config, kernels = engine.GPT2Config(n_head=1, n_embd=1, n_inner=len(values)), engine.cpu_kernels()
+    block = engine.Block(config, 0)
+    for parameter in block.parameters():
+        parameter.data.zero_()
+    block.mlp.c_fc.bias.data = values
+    out = torch.zeros(len(values), 1)
+    for n in range(len(values)):
+        block.mlp.c_proj.weight.data = torch.nn.functional.one_hot(torch.tensor([n]), len(values)).float()
+        vars(block.mlp.c_proj).pop("arrays", None)
+        _, norm, eps = block.norms
+        kernels.end(out[n:n + 1], torch.zeros(1, 1), block.attn.c_proj.arrays, norm, eps, block.mlp.c_fc.arrays,
+                    block.mlp.c_proj.arrays)
+    expected = torch.nn.functional.gelu(values.double(), approximate="tanh")
+    error = (out[:, 0].double() - expected).abs() / expected.abs().clamp(min=1e-3)
+    assert error.max() < 1e-6
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_int8_is_near_float32_and_alike_in_all_variants(tiny, variant):
+    quantized = engine.load_model("tiny", variant, dtype="int8")
+    assert all(linear.weight.dtype == torch.int8 for linear in quantized.linears())
+    assert quantized.wte.weight is quantized.lm_head.weight
+    params = engine.SamplingParams(temperature=1, seed=1, max_tokens=50, ignore_eos=True)
+    ids = torch.tensor([IDS + list(engine.generate(tiny, IDS, params))])
+    exact, near = tiny(ids), quantized(ids)
+    assert (near - exact).abs().max() < 0.05 * exact.abs().max()
+    assert (near.argmax(-1) == exact.argmax(-1)).float().mean() > 0.9
+    kv = quantized.new_kv()
+    if variant is not engine.GPT2:
+        steps = [quantized(ids[:, :50], kv)] + [quantized(ids[:, n:n + 1], kv) for n in range(50, 60)]
+        assert (torch.cat(steps, dim=1) - near).abs().max() < 0.05 * exact.abs().max()
+    shared = engine.share_weights(quantized, engine.GPT2Paged)
+    assert torch.equal(shared(ids), near) and shared.lm_head.scale is quantized.lm_head.scale
 
 
 def test_attention_kernel_keeps_nan_and_survives_large_scores():
