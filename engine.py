@@ -662,7 +662,8 @@ class PagedKVCache:
         self.is_free[page] = True
 
     def _start_of_run(self, count):
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], self.is_free, [0]))))     # starts and ends in turn
+        free = np.concatenate(([False], self.is_free, [False]))
+        edges = np.flatnonzero(free[1:] != free[:-1])                # starts and ends in turn
         starts, ends = edges[::2], edges[1::2]
         widest = int((ends - starts).argmax())
         start, end = int(starts[widest]), int(ends[widest])
@@ -2006,7 +2007,7 @@ class ContinuousBatchingScheduler:
             elif self.prefix_cache:  # at least one token is computed, and all that are to be scored
                 table.match(ids[:len(request.prompt_logprobs) if request.unscored else -1])
             # A page to spare for each that is running, or the newcomer would be preempted in the next steps.
-            spare = size * sum(slot is not None for slot in self.slots)
+            spare = size * (len(self.slots) - self.slots.count(None))
             try:
                 self.cache.check_free(table.missing(len(ids) - table.length + spare))
                 table.grow(len(ids) - table.length)
