@@ -1492,7 +1492,7 @@ def bench_generation(args):
     exact = copy_as(model, engine.GPT2, torch.float32, "cuda")(ids).double()
     ours, theirs = error(parts, exact), error(oracle(ids).logits, exact)
     match(f"logits err by {ours:.1e} against float32, transformers' by {theirs:.1e}", ours <= max(2 * theirs, 1e-5))
-    for batch in (1, 8, 64, 256):
+    for batch in args.batches:
         scheduler = our_scheduler(model, batch)
         found = [time_ours(scheduler, batch, prompt, new) for _ in range(args.runs + 1)][1:]
         times = {"GPT2Flash": (statistics.median(f for f, _ in found), statistics.median(step for _, step in found))}
@@ -1627,6 +1627,7 @@ def parse_args(argv=None):
     add("--dtype", default="bfloat16", choices=engine.DTYPES)
     add("--tokens", type=int, default=100, help="new tokens (default 100)")
     add("--runs", type=int, default=3, help="rounds of generation and batching (default 3)")
+    add("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="of generation (default 1 8 64 256)")
     add("--only", choices=BENCHMARKS, help="one benchmark")
     add("--quick", action="store_true", help="leave out what torch.compile takes minutes for")
     add("--json", metavar="FILE", help="write the results as JSON")
@@ -1639,6 +1640,8 @@ def main(argv=None):
     try:
         engine.check_number("--tokens", args.tokens, engine.Integral, 2, 1000)
         engine.check_number("--runs", args.runs, engine.Integral, 1, 1000)
+        for batch in args.batches:
+            engine.check_number("--batches", batch, engine.Integral, 1, 1024)
         if not torch.cuda.is_available() and not (args.check and INTERPRET):
             raise engine.UserError("there is no GPU here. TRITON_INTERPRET=1 python engine_cuda.py --check proves the "
                                    "kernels on the CPU, python engine.py measures the engine on it")
