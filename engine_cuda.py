@@ -928,13 +928,13 @@ class FlashRunner(engine.Runner):
         prefilling = [row for row in rows if not (row[1] == 1 and row[3])]
         parts = []
         if decoding:
-            parts.append((decoding, *self._decode(self._records(decoding))))
+            parts.append(self._fetch(decoding, *self._decode(self._records(decoding))))
             for request in decoding:
                 request.table.length += 1
         if prefilling:
             ready = [request for request, _, _, sampled in prefilling if sampled]
-            parts.append((ready, *self._prefill(prefilling, ready)))
-        return self._results([part for part in parts if part[0]])
+            parts.append(self._fetch(ready, *self._prefill(prefilling, ready)))
+        return self._results(parts)
 
     # --- records
 
@@ -1029,7 +1029,7 @@ class FlashRunner(engine.Runner):
         return sample(logits, records, self.state, self.eos), logits
 
     def _run(self, step, size, arrays):
-        """`step` on these arrays, by its graph where there is one -> (tokens, logits), good until the next step."""
+        """`step` on these arrays, by its graph where there is one -> (tokens, logits), lost when another graph runs."""
         if (step.__name__, size) not in self.graphs:
             return step(*upload(arrays, self.device))
         graph, static, results = self.graphs[step.__name__, size]
@@ -1049,12 +1049,12 @@ class FlashRunner(engine.Runner):
 
     # --- results
 
+    def _fetch(self, requests, tokens, logits):
+        """Starts to copy results to the host, at once: the next graph works in the same memory."""
+        return requests, to_host(tokens), self._logprobs(requests, tokens, logits)
+
     def _results(self, parts):
-        """parts: (requests, tokens, logits) each -> the function that waits for their tokens."""
-        if not parts:
-            return list
-        tokens = to_host(torch.cat([tokens for _, tokens, _ in parts]) if len(parts) > 1 else parts[0][1])
-        logprobs = [self._logprobs(*part) for part in parts]
+        """parts: (requests, tokens, logprobs) each, on their way to the host -> the function that waits for them."""
         done = torch.cuda.Event() if self.device.type == "cuda" else None
         if done:
             done.record()
@@ -1062,11 +1062,10 @@ class FlashRunner(engine.Runner):
         def results():
             if done:
                 done.synchronize()
-            requests = [request for part, _, _ in parts for request in part]
-            asked = {request: (found,) for make in logprobs for request, found in make()}
+            asked = {request: (found,) for _, _, logprobs in parts for request, found in logprobs()}
             return ((request, (), ((token,), asked.get(request, NO_LOGPROBS)) if token >= 0 else
                      FloatingPointError("the logits hold NaN or infinity"))
-                    for request, token in zip(requests, tokens.tolist()))
+                    for requests, tokens, _ in parts for request, token in zip(requests, tokens.tolist()))
         return results
 
     def _logprobs(self, requests, tokens, logits):
@@ -1276,21 +1275,22 @@ def check_model(device, dtype):
 
 
 def check_texts(device, dtype, prompts=20, tokens=100):
-    """What the scheduler writes with `tiny`, greedily and sampled, against GPT2Cached, one prompt after another."""
-    if dtype != torch.float32:
-        return
-    model = engine.load_model("tiny", engine.GPT2Cached, device=device)
-    flash = engine.share_weights(model, GPT2Flash)
-    for name, style in dict(greedy=dict(temperature=0), sampled=dict(temperature=1.0), most=dict(
-            temperature=0.8, top_p=0.95, top_k=50, repetition_penalty=1.15, frequency_penalty=0.1, logit_bias={13: 2.0},
-            min_tokens=9, min_p=0.01)).items():
-        params = [engine.SamplingParams(**style, max_tokens=tokens, seed=n) for n in range(prompts)]
-        ids = [engine.random_prompt(1 + 7 * n, 50257) for n in range(prompts)]
-        requests = [engine.Request(*job) for job in zip(ids, params)]
-        engine.drain_steps(engine.ContinuousBatchingScheduler(flash, 8), *requests)
-        differ = sum(request.output_ids != list(engine.generate(model, request.prompt_ids, request.params))
+    """What the scheduler writes, greedily and sampled, against GPT2Cached, one prompt after another: `tiny`, and a
+    small model in few slots, where prompts are always computed beside tokens, and texts end early."""
+    tiny, small = engine.load_model("tiny", engine.GPT2Cached), random_model(n_embd=48, n_head=4)
+    most = dict(temperature=0.8, top_p=0.95, top_k=50, repetition_penalty=1.15, frequency_penalty=0.1, min_tokens=3,
+                logit_bias={13: 2.0}, min_p=0.01)
+    jobs = [(tiny, 8, style) for style in (dict(temperature=0), dict(temperature=1.0), most)] + [(small, 3, most)]
+    for oracle, slots, style in jobs if dtype == torch.float32 else ():
+        flash, V = copy_as(oracle, GPT2Flash, dtype, device), oracle.config.vocab_size
+        requests = [engine.Request(engine.random_prompt(1 + 7 * n % (V // 2), V),
+                                   engine.SamplingParams(**style, max_tokens=min(tokens, V // 8), seed=n))
+                    for n in range(prompts)]
+        engine.drain_steps(engine.ContinuousBatchingScheduler(flash, slots, prefill_chunk=64), *requests)
+        oracle = copy_as(oracle, engine.GPT2Cached, dtype, device)
+        differ = sum(request.output_ids != list(engine.generate(oracle, request.prompt_ids, request.params))
                      for request in requests)
-        yield name, differ, 0 if name == "greedy" else 1             # a draw between two all but equal
+        yield f"{oracle.name} {style}", differ, 0 if style == jobs[0][2] else 1         # a draw between all but equals
 
 
 CHECKS = {"flash attention": check_flash, "paged attention": check_paged, "prompts over pages": check_prompts,
