@@ -32,11 +32,16 @@ import statistics
 import sys
 import threading
 import time
+import types
 import zipfile
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import SimpleNamespace
+
+# OpenMP's threads wait for each other by spinning, up to minutes. Let them sleep after some 10 us: as fast on a quiet
+# machine, and where another process takes a core 4 times slower instead of 100. It is read when torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import numpy as np
 import torch
@@ -72,36 +77,177 @@ class OutOfPages(UserError):
 FEW_ROWS, FEW_ROWS_PACKED = 6, 4
 
 
+# The kernels are plain Python that numba compiles on the spot; `cpu_kernels` binds these three names to its own.
+prange = range
+
+
+def _widen(weight):
+    """A weight as float32. uint16 holds the bits of a bfloat16, int16 those of a float16."""
+
+
+def _as_float(bits):
+    """The float32 of these 32 bits."""
+
+
+LOG2_E, LOWEST, ZERO, ONE = map(np.float32, (math.log2(math.e), -87.3, 0, 1))
+C1, C2, C3, C4, C5, C6 = (np.float32(math.log(2) ** n / math.factorial(n)) for n in range(1, 7))   # of 2 ** f
+
+
+def _exp(x):
+    """e to the x within 3e-7 of it, for x up to 0; 0 below -87. Unlike np.exp it runs in SIMD."""
+    power = max(x, LOWEST) * LOG2_E
+    whole = np.floor(power + np.float32(0.5))
+    f = power - whole
+    series = ONE + f * (C1 + f * (C2 + f * (C3 + f * (C4 + f * (C5 + f * C6)))))
+    scaled = series * _as_float(np.int32((np.int32(whole) + 127) << 23))
+    return ZERO if x <= LOWEST else scaled + x * ZERO            # the last keeps NaN
+
+
+def _multiply(x, weight, scale, bias, out, add):
+    """out (N, out) = x (N, in) times weight (out, in) transposed, times scale (out), plus bias (out) if these are
+    not empty, plus out if add. Each row of the weight is read once for all x."""
+    for o in prange(weight.shape[0]):
+        for row in range(x.shape[0]):
+            total = np.float32(0)
+            for i in range(weight.shape[1]):
+                total += x[row, i] * _widen(weight[o, i])
+            if scale.size:
+                total *= scale[o]
+            if bias.size:
+                total += bias[o]
+            out[row, o] = total + out[row, o] if add else total
+
+
+def _normalise(x, weight, bias, eps, out):
+    """LayerNorm of the rows of x (N, C)."""
+    C = x.shape[1]
+    for row in range(x.shape[0]):
+        mean = square = np.float32(0)
+        for c in range(C):
+            mean += x[row, c]
+        mean /= np.float32(C)
+        for c in range(C):
+            square += (x[row, c] - mean) * (x[row, c] - mean)
+        factor = ONE / np.sqrt(square / np.float32(C) + eps)
+        for c in range(C):
+            out[row, c] = (x[row, c] - mean) * factor * weight[c] + bias[c]
+
+
+def _gelu(x):
+    """gelu_new in place: x * (1 + tanh(u)) / 2, which is x / (1 + exp(-2u)); the exponent is kept below 0."""
+    for row in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            value = x[row, c]
+            u = np.float32(2 * math.sqrt(2 / math.pi)) * (value + np.float32(0.044715) * value * value * value)
+            e = _exp(-abs(u))
+            x[row, c] = value / (ONE + e) if u > 0 else value * e / (ONE + e)
+
+
+def _begin(x, norm, eps, attn, qkv):
+    """The first part of a block: qkv (N, 3C) = c_attn(ln_1(x)). norm: weight, bias; attn: weight, scale, bias."""
+    y = np.empty_like(x)
+    _normalise(x, norm[0], norm[1], eps, y)
+    _multiply(y, attn[0], attn[1], attn[2], qkv, False)
+
+
+def _end(x, attended, proj, norm, eps, fc, proj_2):
+    """The rest of it, in place: x += c_proj(attended); x += mlp.c_proj(gelu(mlp.c_fc(ln_2(x))))."""
+    y, h = np.empty_like(x), np.empty((x.shape[0], fc[0].shape[0]), np.float32)
+    _multiply(attended, proj[0], proj[1], proj[2], x, True)
+    _normalise(x, norm[0], norm[1], eps, y)
+    _multiply(y, fc[0], fc[1], fc[2], h, False)
+    _gelu(h)
+    _multiply(h, proj_2[0], proj_2[1], proj_2[2], x, True)
+
+
+def _attend(q, k, v, pool_k, pool_v, tables, lengths, page_size, scale, out):
+    """Store and attend one new token a row, page by page with an online softmax (Milakov & Gimelshein 2018).
+
+    q, k, v, out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens stored before.
+    """
+    N, H, D = q.shape
+    for task in prange(N * H):
+        row, head = task // H, task % H
+        S = lengths[row] + 1
+        slot = tables[row, lengths[row] // page_size] * page_size + lengths[row] % page_size
+        query, acc, scores = np.empty(D, np.float32), np.zeros(D, np.float32), np.empty(page_size, np.float32)
+        for d in range(D):
+            query[d] = q[row, head, d] * scale
+            pool_k[head, slot, d] = k[row, head, d]
+            pool_v[head, slot, d] = v[row, head, d]
+        m_i, l_i = np.float32(-np.inf), np.float32(0)             # running maximum and sum of exp(score - m_i)
+        for page in range((S + page_size - 1) // page_size):
+            first, count = tables[row, page] * page_size, min(page_size, S - page * page_size)
+            m_new = m_i
+            for j in range(count):
+                total = np.float32(0)
+                for d in range(D):
+                    total += query[d] * pool_k[head, first + j, d]
+                scores[j] = total
+                m_new = max(m_new, total)
+            shrink = _exp(m_i - m_new)
+            l_i *= shrink
+            for d in range(D):
+                acc[d] *= shrink
+            for j in range(count):
+                scores[j] = _exp(scores[j] - m_new)
+            for j in range(count):
+                p = scores[j]
+                l_i += p
+                for d in range(D):
+                    acc[d] += p * pool_v[head, first + j, d]
+            m_i = m_new
+        for d in range(D):
+            out[row, head, d] = acc[d] / l_i
+
+
 @functools.cache
 def cpu_kernels():
-    """The kernels that numba compiles on the spot; None where numba is missing.
+    """The kernels, compiled; None where numba is missing.
 
     They need no compiler on the machine and are kept in __pycache__. Their plain twins, which run without
-    numba and which the tests compare them with, are `Block.forward`, `project` and `PagedKVCache.attend`.
+    numba and which the tests compare them with, are `Block.forward`, `Linear.forward` and `PagedKVCache.attend`.
     Activations, biases and LayerNorms are float32; weights as `as_array` gives them.
     """
     try:
         import numba
-        from llvmlite import ir
-        from numba import prange, types
-        from numba.extending import intrinsic
     except ImportError:
         return None
+    # Bound to a copy of this module's names: numba would keep no kernel that closes over another.
+    scope = globals() | {"prange": numba.prange} | intrinsics()
     # Sums may be reordered (for SIMD), but NaN and infinity keep their meaning, unlike under fastmath=True.
     options = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
     lock = threading.Lock()  # not every threading layer of numba lets two threads launch at once
 
-    def jit(parallel):
-        def compiled(function):
-            try:
-                return numba.njit(cache=True, parallel=parallel, **options)(function)
-            except RuntimeError:  # no folder to keep it in
-                return numba.njit(parallel=parallel, **options)(function)
-        return compiled
+    def compiled(kernel, **more):
+        kernel = types.FunctionType(kernel.__code__, scope, kernel.__name__)
+        try:
+            scope[kernel.__name__] = numba.njit(cache=True, **options, **more)(kernel)
+        except RuntimeError:  # no folder to keep it in
+            scope[kernel.__name__] = numba.njit(**options, **more)(kernel)
+        return scope[kernel.__name__]
+
+    def on_torchs_threads(kernel):
+        def launch(*args):
+            with lock:
+                numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # of this thread
+                kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in args))
+        return launch
+
+    for helper in _exp, _normalise, _gelu:
+        compiled(helper)
+    kernels = compiled(_multiply, parallel=True), compiled(_begin), compiled(_end), compiled(_attend, parallel=True)
+    return SimpleNamespace(**{kernel.__name__[1:]: on_torchs_threads(kernel) for kernel in kernels})
+
+
+def intrinsics():
+    """What the kernels do that Python has no word for, in the compiler's terms."""
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
 
     @intrinsic
-    def widen(typing_context, value):
-        """A weight as float32. uint16 holds the bits of a bfloat16, int16 those of a float16."""
+    def widen(typing_context, weight):
         def code(context, builder, signature, args):
             (kind,), (bits,) = signature.args, args
             if kind == types.float32:
@@ -112,131 +258,13 @@ def cpu_kernels():
                 return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
             wide = builder.zext(bits, ir.IntType(32))
             return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-        return types.float32(value), code
+        return types.float32(weight), code
 
     @intrinsic
     def as_float(typing_context, bits):
         return types.float32(bits), lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
 
-    log2_e, lowest, zero, one = map(np.float32, (math.log2(math.e), -87.3, 0, 1))
-    c1, c2, c3, c4, c5, c6 = (np.float32(math.log(2) ** n / math.factorial(n)) for n in range(1, 7))
-
-    @jit(parallel=False)
-    def exp(x):
-        """e to the x within 3e-7 of it, for x up to 0; 0 below -87. Unlike np.exp it runs in SIMD."""
-        power = max(x, lowest) * log2_e
-        whole = np.floor(power + np.float32(0.5))
-        f = power - whole
-        series = one + f * (c1 + f * (c2 + f * (c3 + f * (c4 + f * (c5 + f * c6)))))
-        scaled = series * as_float(np.int32((np.int32(whole) + 127) << 23))
-        return zero if x <= lowest else scaled + x * zero            # the last keeps NaN
-
-    @jit(parallel=True)
-    def multiply(x, weight, scale, bias, out, add):
-        """out (N, out) = x (N, in) times weight (out, in) transposed, times scale (out), plus bias (out) if these are
-        not empty, plus out if add. Each row of the weight is read once for all x."""
-        for o in prange(weight.shape[0]):
-            for row in range(x.shape[0]):
-                total = np.float32(0)
-                for i in range(weight.shape[1]):
-                    total += x[row, i] * widen(weight[o, i])
-                if scale.size:
-                    total *= scale[o]
-                if bias.size:
-                    total += bias[o]
-                out[row, o] = total + out[row, o] if add else total
-
-    @jit(parallel=False)
-    def normalise(x, weight, bias, eps, out):
-        """LayerNorm of the rows of x (N, C)."""
-        C = x.shape[1]
-        for row in range(x.shape[0]):
-            mean = square = np.float32(0)
-            for c in range(C):
-                mean += x[row, c]
-            mean /= np.float32(C)
-            for c in range(C):
-                square += (x[row, c] - mean) * (x[row, c] - mean)
-            factor = one / np.sqrt(square / np.float32(C) + eps)
-            for c in range(C):
-                out[row, c] = (x[row, c] - mean) * factor * weight[c] + bias[c]
-
-    @jit(parallel=False)
-    def gelu(x):
-        """gelu_new in place: x * (1 + tanh(u)) / 2, which is x / (1 + exp(-2u)); the exponent is kept below 0."""
-        for row in range(x.shape[0]):
-            for c in range(x.shape[1]):
-                value = x[row, c]
-                u = np.float32(2 * math.sqrt(2 / math.pi)) * (value + np.float32(0.044715) * value * value * value)
-                e = exp(-abs(u))
-                x[row, c] = value / (one + e) if u > 0 else value * e / (one + e)
-
-    @jit(parallel=False)
-    def begin(x, norm, eps, attn, qkv):
-        """The first part of a block: qkv (N, 3C) = c_attn(ln_1(x)). norm: weight, bias; attn: weight, scale, bias."""
-        y = np.empty_like(x)
-        normalise(x, norm[0], norm[1], eps, y)
-        multiply(y, attn[0], attn[1], attn[2], qkv, False)
-
-    @jit(parallel=False)
-    def end(x, attended, proj, norm, eps, fc, proj_2):
-        """The rest of it, in place: x += c_proj(attended); x += mlp.c_proj(gelu(mlp.c_fc(ln_2(x))))."""
-        y, h = np.empty_like(x), np.empty((x.shape[0], fc[0].shape[0]), np.float32)
-        multiply(attended, proj[0], proj[1], proj[2], x, True)
-        normalise(x, norm[0], norm[1], eps, y)
-        multiply(y, fc[0], fc[1], fc[2], h, False)
-        gelu(h)
-        multiply(h, proj_2[0], proj_2[1], proj_2[2], x, True)
-
-    @jit(parallel=True)
-    def attend(q, k, v, pool_k, pool_v, tables, lengths, page_size, scale, out):
-        """Store and attend one new token a row, page by page with an online softmax (Milakov & Gimelshein 2018).
-
-        q, k, v, out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens stored before.
-        """
-        N, H, D = q.shape
-        for task in prange(N * H):
-            row, head = task // H, task % H
-            S = lengths[row] + 1
-            slot = tables[row, lengths[row] // page_size] * page_size + lengths[row] % page_size
-            query, acc, scores = np.empty(D, np.float32), np.zeros(D, np.float32), np.empty(page_size, np.float32)
-            for d in range(D):
-                query[d] = q[row, head, d] * scale
-                pool_k[head, slot, d] = k[row, head, d]
-                pool_v[head, slot, d] = v[row, head, d]
-            m_i, l_i = np.float32(-np.inf), np.float32(0)             # running maximum and sum of exp(score - m_i)
-            for page in range((S + page_size - 1) // page_size):
-                first, count = tables[row, page] * page_size, min(page_size, S - page * page_size)
-                m_new = m_i
-                for j in range(count):
-                    total = np.float32(0)
-                    for d in range(D):
-                        total += query[d] * pool_k[head, first + j, d]
-                    scores[j] = total
-                    m_new = max(m_new, total)
-                shrink = exp(m_i - m_new)
-                l_i *= shrink
-                for d in range(D):
-                    acc[d] *= shrink
-                for j in range(count):
-                    scores[j] = exp(scores[j] - m_new)
-                for j in range(count):
-                    p = scores[j]
-                    l_i += p
-                    for d in range(D):
-                        acc[d] += p * pool_v[head, first + j, d]
-                m_i = m_new
-            for d in range(D):
-                out[row, head, d] = acc[d] / l_i
-
-    def on_torchs_threads(kernel):
-        def launch(*args):
-            with lock:
-                numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # of this thread
-                kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in args))
-        return launch
-
-    return SimpleNamespace(**{kernel.__name__: on_torchs_threads(kernel) for kernel in (multiply, begin, end, attend)})
+    return {"_widen": widen, "_as_float": as_float}
 
 
 def as_array(tensor):
@@ -2165,7 +2193,7 @@ def time_generation(model, prompt, tokens):
     return gaps[0], gaps[1:]
 
 
-def bench_generation(models, args, progress):
+def bench_generation(models, args):
     """First token and decode of each variant after prompts of several lengths, in interleaved rounds."""
     sentence = load_tokenizer().encode_ordinary(SENTENCE)
     prompts = [sentence] + [random_prompt(n, models["paged"].config.vocab_size) for n in (16, 512, 900)]
@@ -2184,7 +2212,6 @@ def bench_generation(models, args, progress):
         for _ in range(args.runs):
             for name, model in models.items():
                 runs[name].append(time_generation(model, prompt, tokens[name]))
-                progress.update()
         alike = tokens["no-cache"] - 1                                # speed-up compares the same positions
         base = [statistics.mean(rest) for _, rest in runs["no-cache"]]
         for name in models:
@@ -2244,7 +2271,7 @@ def count_bytes(model, stored):
     return counter
 
 
-def bench_bytes(models, args, progress):
+def bench_bytes(models, args):
     """What a decode step costs in memory: torch.cat against pages, counted operator by operator as it runs."""
     rows = []
     for stored in (16, 128, 512, 900):
@@ -2252,7 +2279,6 @@ def bench_bytes(models, args, progress):
             counter = count_bytes(models[name], stored)
             rows.append({"stored": stored, "variant": LABELS[name], "moved KB a step": counter.moved / 1e3,
                          "allocated KB a step": counter.allocated / 1e3})
-            progress.update()
     return rows
 
 
@@ -2267,18 +2293,81 @@ def read_bandwidth():
     return data.nbytes / min(seconds)
 
 
-def bench_bandwidth(models, args, progress):
-    """The ceiling of a decode step, which reads every weight once, and how near each cache comes to it."""
-    model = models["paged"]
-    weights = sum(p.nbytes for p in model.parameters()) - model.wpe.weight.nbytes     # tied ones count once
-    ceiling, rows = read_bandwidth(), []
-    prompt = load_tokenizer().encode_ordinary(SENTENCE)
+@contextlib.contextmanager
+def timed_kernels():
+    """Seconds that the CPU kernels take inside the context, by name: {"begin": ..., "attend": ...}."""
+    kernels, seconds = cpu_kernels(), collections.Counter()
+    plain = dict(vars(kernels)) if kernels else {}
+
+    def timed(name, kernel):
+        def run(*args):
+            start = time.perf_counter()
+            kernel(*args)
+            seconds[name] += time.perf_counter() - start
+        return run
+
+    for name, kernel in plain.items():
+        setattr(kernels, name, timed(name, kernel))
+    try:
+        yield seconds
+    finally:
+        for name, kernel in plain.items():
+            setattr(kernels, name, kernel)
+
+
+def bench_bandwidth(models, args):
+    """What a decode step costs and what on, against its floor: every weight is read once."""
+    weights, ceiling, rows = weight_bytes(models["paged"]), read_bandwidth(), []
+    prompt, tokens = load_tokenizer().encode_ordinary(SENTENCE), 30
     for name in ("cached", "paged"):
-        step = statistics.median(time_generation(models[name], prompt, 30)[1])
+        model = models[name]
+        step = statistics.median(time_generation(model, prompt, tokens)[1])
+        with timed_kernels() as seconds:
+            kv, ids = model.new_kv(), torch.tensor([[0]])
+            start = time.perf_counter()
+            for _ in range(tokens):
+                logits = model(ids, kv)[0]
+            forward = (time.perf_counter() - start) / tokens
+            kv.release()
+        start = time.perf_counter()
+        for _ in range(tokens):
+            sample(logits, [Request(prompt, greedy(1))])
+        sampling = (time.perf_counter() - start) / tokens
+        attention, kernels = seconds["attend"] / tokens, seconds.total() / tokens
         rows.append({"variant": LABELS[name], "weights MB": weights / 1e6, "memory GB/s": ceiling / 1e9,
                      "floor ms": 1e3 * weights / ceiling, "ms a token": 1e3 * step,
-                     "reached GB/s": weights / step / 1e9, "share of memory": weights / step / ceiling})
-        progress.update()
+                     "share of memory": weights / step / ceiling,
+                     "products": 1e3 * (kernels - attention), "attention kernel": 1e3 * attention,
+                     "sampling": 1e3 * sampling, "Python, small operators": 1e3 * (forward - kernels)})
+    return rows
+
+
+def weight_bytes(model):
+    """What a step reads: all but the embeddings, of which it needs a row each; a tied head counts."""
+    return sum(linear.weight.nbytes for linear in model.linears())
+
+
+def bench_dtypes(models, args):
+    """Each dtype of the weights: its speed, and on a text of `tiny` what it costs in accuracy."""
+    prompt, rows = load_tokenizer().encode_ordinary(SENTENCE), []
+    params = SamplingParams(seed=0, max_tokens=120, ignore_eos=True)
+    text = prompt + list(generate(load_model("tiny"), prompt, params))
+    for dtype in CPU_DTYPES:
+        tiny = load_model("tiny", dtype=dtype)
+        kv, ids = tiny.new_kv(), torch.tensor([text])
+        logits = torch.cat([tiny(ids[:, n:n + 1], kv)[0] for n in range(len(text))])   # token by token, as it decodes
+        kv.release()
+        if not rows:
+            reference = logits
+        model = load_model(models["paged"].name, GPT2Paged, dtype=dtype)
+        time_generation(model, prompt, 3)
+        step = statistics.median(time_generation(model, prompt, min(args.tokens, 60))[1])
+        rows.append({"weights": dtype, "weights MB": weight_bytes(model) / 1e6, "ms a token": 1e3 * step,
+                     "tokens/s": 1 / step,
+                     "logits error %": 100 * ((logits - reference).abs().max() / reference.abs().max()).item(),
+                     "perplexity": F.cross_entropy(logits[:-1], ids[0, 1:]).exp().item()})
+    for row in rows:
+        row["speed-up"] = rows[0]["ms a token"] / row["ms a token"]
     return rows
 
 
@@ -2318,7 +2407,7 @@ def latencies(requests):
             for name, values in times.items() for what, measure in measures.items()}
 
 
-def bench_batching(models, args, progress):
+def bench_batching(models, args):
     """The same requests one after another, in static batches, and continuously batched."""
     model, rows = share_weights(models["paged"], GPT2Paged, max_pages=1024), []
     full, draw = args.only == "batching", np.random.default_rng(0)
@@ -2331,7 +2420,6 @@ def bench_batching(models, args, progress):
         for _ in range(args.runs if full else 1):
             for mode, found in runs.items():
                 found.append(serve(model, jobs[:count], mode, args))
-                progress.update()
         texts = [[r.output_ids for r in found[0][0]] for found in runs.values()]
         print(f"Match: {'yes' if texts[0] == texts[1] == texts[2] else 'NO'}  {count} requests, texts of all modes")
         if not texts[0] == texts[1] == texts[2]:
@@ -2345,7 +2433,7 @@ def bench_batching(models, args, progress):
     return rows
 
 
-def bench_prefix(models, args, progress):
+def bench_prefix(models, args):
     """Requests that share their first 500 tokens, without and with the prefix cache."""
     model, shared, rows = models["paged"], random_prompt(500, models["paged"].config.vocab_size), []
     for prefix_cache in (False, True):
@@ -2359,7 +2447,6 @@ def bench_prefix(models, args, progress):
                      "prompt tokens": 503 * len(requests), "cached": sum(r.cached_tokens for r in requests),
                      "first token ms": 1e3 * statistics.median(r.token_times[0] - r.arrival_time for r in requests),
                      "seconds": time.monotonic() - start})
-        progress.update()
     return rows
 
 
@@ -2377,7 +2464,7 @@ class Replay(Speculator):
         return self.text[made:made + min(self.tokens, left - 1)]
 
 
-def bench_speculation(models, args, progress):
+def bench_speculation(models, args):
     """One stream alone, with `tiny` guessing, and with guesses that are always right."""
     model, prompt, new = models["paged"], load_tokenizer().encode_ordinary(SENTENCE), min(args.tokens, 60)
     text = list(generate(model, prompt, greedy(new)))
@@ -2390,14 +2477,15 @@ def bench_speculation(models, args, progress):
         rows.append({"guesses": name, "match": "yes" if same else "NO",
                      "acceptance": draft.acceptance if draft else 0.0, "tokens/s": new / (time.perf_counter() - start)})
         rows[-1]["speed-up"] = rows[-1]["tokens/s"] / rows[0]["tokens/s"]
-        progress.update()
     return rows
 
 
 BENCHMARKS = {
     "generation": ("Generation, batch 1, greedy; ms a token without the first, median of the runs", bench_generation),
     "bytes": ("K/V of one decode step, all layers: bytes read and written to store it, bytes allocated", bench_bytes),
-    "bandwidth": ("Memory bandwidth", bench_bandwidth),
+    "bandwidth": ("A decode step against the memory's speed, and its parts in ms", bench_bandwidth),
+    "dtypes": ("Weights by dtype; largest logits error (of the largest logit) and perplexity on a text of tiny",
+               bench_dtypes),
     "batching": (f"Batching, {SLOTS} slots; all requests arrive at once; latencies in ms", bench_batching),
     "prefix": ("Prefix cache: prompts that share 500 tokens, one after another", bench_prefix),
     "speculation": ("Speculative decoding, 4 guesses a step", bench_speculation),
@@ -2440,16 +2528,13 @@ def run_benchmarks(args):
                "processor": processor_name(), "system": platform.platform(terse=True), "torch": torch.__version__}
     print("  ".join(f"{key}: {value}" for key, value in machine.items()))
     results = {"machine": machine}
-    wanted = [args.only] if args.only else list(BENCHMARKS)
-    steps = {"generation": 12 * args.runs, "bytes": 8, "bandwidth": 2, "prefix": 2, "speculation": 3,
-             "batching": 18 * args.runs if args.only else 3}
-    total = sum(steps[name] for name in wanted)
-    with tqdm(total=total, disable=None, leave=False, unit="run") as progress:
-        for name in wanted:
-            title, bench = BENCHMARKS[name]
-            results[name] = bench(models, args, progress)
-            progress.clear()
-            print_table(title, results[name])
+    progress = tqdm([args.only] if args.only else list(BENCHMARKS), disable=None, leave=False)
+    for name in progress:
+        progress.set_description(name)
+        title, bench = BENCHMARKS[name]
+        results[name] = bench(models, args)
+        progress.clear()
+        print_table(title, results[name])
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
     if args.plot:

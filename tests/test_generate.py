@@ -239,7 +239,12 @@ def test_benchmarks_run_and_write_what_they_print(tmp_path):
     moved = {(row["stored"], row["variant"]): row["moved KB a step"] for row in results["bytes"]}
     assert moved[900, "KV-cache (torch.cat)"] > 20 * moved[16, "KV-cache (torch.cat)"]
     assert moved[900, "KV-cache (pages)"] == moved[16, "KV-cache (pages)"]
-    assert results["bandwidth"][0]["share of memory"] > 0
+    step = results["bandwidth"][1]
+    assert min(step[part] for part in ("share of memory", "products", "attention kernel", "sampling")) > 0
+    weights = {row["weights"]: row for row in results["dtypes"]}
+    assert weights["float32"]["weights MB"] == 4 * weights["int8"]["weights MB"] == 2 * weights["float16"]["weights MB"]
+    assert 0 == weights["float32"]["logits error %"] < weights["bfloat16"]["logits error %"] < 3
+    assert weights["int8"]["perplexity"] < 1.03 * weights["float32"]["perplexity"]
     assert [row["mode"] for row in results["batching"]] == ["sequential", "static", "continuous"]
     assert all(len(row["bars"]) == 16 and row["TTFT p99"] >= row["TTFT median"] > 0 for row in results["batching"])
     assert [row["cached"] for row in results["prefix"]] == [0, 3 * 496]
@@ -255,7 +260,7 @@ def test_a_mismatch_stops_the_benchmark(tiny_models, monkeypatch, capsys):
     for factor in (1.01, float("nan")):
         monkeypatch.setattr(engine.GPT2Paged, "forward", lambda *a, **k: true(*a, **k) * factor)  # noqa: B023
         with pytest.raises((SystemExit, FloatingPointError)):
-            engine.bench_generation(broken, engine.parse_args(["--runs", "1"]), None)
+            engine.bench_generation(broken, engine.parse_args(["--runs", "1"]))
     assert "Match: NO" in capsys.readouterr().out
 
 

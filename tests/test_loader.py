@@ -227,11 +227,14 @@ def test_scores_are_in_float32_in_every_dtype(oracle_folder):
             assert engine.load_model(str(folder), variant, dtype="float16")(IDS).isfinite().all()
 
 
-@pytest.mark.parametrize("value, dtype", [(float("nan"), "float32"), (float("inf"), "float32"), (1e10, "float16")])
-def test_weights_that_are_no_numbers_are_named(oracle_folder, value, dtype):
+@pytest.mark.parametrize("name, value, dtype", [
+    ("h.1.ln_2.bias", float("nan"), "float32"), ("h.1.ln_2.bias", float("inf"), "float32"),
+    ("h.0.mlp.c_fc.weight", 1e10, "float16"), ("h.0.mlp.c_fc.weight", float("nan"), "int8")])
+def test_weights_that_are_no_numbers_are_named(oracle_folder, name, value, dtype):
     _, folder = oracle_folder()
-    edit_weights(folder, lambda s: s["transformer.h.1.ln_2.bias"].fill_(value))
-    assert f"transformer.h.1.ln_2.bias holds NaN or infinity as torch.{dtype}" in refused(folder, dtype=dtype)
+    edit_weights(folder, lambda s: s["transformer." + name].fill_(value))
+    kind = "float32" if dtype == "int8" else dtype
+    assert f"transformer.{name} holds NaN or infinity as torch.{kind}" in refused(folder, dtype=dtype)
 
 
 def test_messages_stay_one_short_line(oracle_folder):
