@@ -42,7 +42,7 @@ def assert_good(cases):
 
 KERNELS = {
     "flash": lambda dtype: engine_cuda.check_flash(DEVICE, dtype, head_dims=(8, 40, 80, 256)),
-    "paged": lambda dtype: engine_cuda.check_paged(DEVICE, dtype, (8, 80, 256)[dtype.itemsize // 4:], (0, 1, 16, 65)),
+    "paged": lambda dtype: engine_cuda.check_paged(DEVICE, dtype, (8, 256) if dtype.itemsize == 4 else (80,), (0, 16, 33)),
     "prompts": lambda dtype: engine_cuda.check_prompts(DEVICE, dtype, (80,)),
     "linear": lambda dtype: engine_cuda.check_linear(DEVICE, dtype, ((48, 33),)),
     "sample": lambda dtype: engine_cuda.check_sample(DEVICE, dtype, V=97, rows=8),
