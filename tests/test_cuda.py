@@ -42,7 +42,8 @@ def assert_good(cases):
 
 KERNELS = {
     "flash": lambda dtype: engine_cuda.check_flash(DEVICE, dtype, head_dims=(8, 40, 80, 256)),
-    "paged": lambda dtype: engine_cuda.check_paged(DEVICE, dtype, (8, 256) if dtype.itemsize == 4 else (80,), (0, 16, 33)),
+    "paged": lambda dtype: engine_cuda.check_paged(
+        DEVICE, dtype, head_dims=(8, 256) if dtype.itemsize == 4 else (80,), lengths=(0, 9, 33)),
     "prompts": lambda dtype: engine_cuda.check_prompts(DEVICE, dtype, (80,)),
     "linear": lambda dtype: engine_cuda.check_linear(DEVICE, dtype, ((48, 33),)),
     "sample": lambda dtype: engine_cuda.check_sample(DEVICE, dtype, V=97, rows=8),
