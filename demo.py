@@ -923,7 +923,7 @@ def parse_args(argv=None):
     add("--model", default="auto", help="gpt2 or another Hugging Face name, a folder, tiny, random, "
                                         "auto (gpt2, or tiny where it can't be had)")
     add("--device", default="cpu", help="cpu (default), cuda")
-    add("--dtype", default="float32", choices=engine.DTYPES)
+    add("--dtype", default="float32", choices=engine.CPU_DTYPES)
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=5004, help="default 5004; 0 takes a free one")
     add("--max-batch-size", type=int, default=4, help="slots: requests that run at once (default 4)")
@@ -936,6 +936,17 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
+def model_class(device):
+    """GPT2Flash on a GPU, GPT2Paged elsewhere."""
+    if not device.startswith("cuda"):
+        return engine.GPT2Paged
+    try:
+        import engine_cuda
+    except ImportError as err:
+        raise UserError(f"--device {device} needs triton: {err}") from None
+    return engine_cuda.GPT2Flash
+
+
 def main(argv=None):
     args = parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stderr)
@@ -943,7 +954,7 @@ def main(argv=None):
         if args.api_key == "":
             raise UserError("--api-key is empty; leave it out to ask for none")
         listener = listen(args.host, args.port)
-        model = engine.load_model(args.model, engine.GPT2Paged, args.dtype, args.device, max_pages=args.pages)
+        model = engine.load_model(args.model, model_class(args.device), args.dtype, args.device, max_pages=args.pages)
         scheduler = engine.ContinuousBatchingScheduler(model, args.max_batch_size, args.max_waiting,
                                                        prefix_cache=not args.no_prefix_cache)
         stood_in = args.model == "auto" and model.name != "gpt2"

@@ -200,7 +200,7 @@ def test_mistakes_get_one_line(arguments, line):
     (("--json", "/no/such/x.json"), "--json /no/such/x.json can't be written: it is a folder, or is in none"),
     (("--plot", "x.foo"), "--plot must end in .png, .svg or .pdf, not x.foo"),
     (("--plot", "x.png", "--only", "bandwidth"),
-     "--plot draws the benchmarks generation, bytes and batching, not bandwidth"),
+     "--plot draws the benchmarks generation, bytes, batching, not bandwidth"),
 ])
 def test_outputs_are_checked_before_anything_is_measured(arguments, line, monkeypatch, capsys):
     monkeypatch.setattr(engine, "load_model", None)
