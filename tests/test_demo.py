@@ -705,7 +705,7 @@ def collect(function, failed):
 
 
 def test_a_stream_goes_on_unchanged_while_others_fire_nonsense(server):
-    alone = server.complete(prompt=LONG, max_tokens=80, ignore_eos=True)["choices"][0]["text"]
+    alone = server.complete(prompt=LONG, max_tokens=40, ignore_eos=True)["choices"][0]["text"]
     over, failed, cases = threading.Event(), [], list(malformed())
 
     def fire(seed):
@@ -717,7 +717,7 @@ def test_a_stream_goes_on_unchanged_while_others_fire_nonsense(server):
     threads = [threading.Thread(target=collect(fire, failed), args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
-    events = server.events(prompt=LONG, max_tokens=80, ignore_eos=True, temperature=0, stream=True)
+    events = server.events(prompt=LONG, max_tokens=40, ignore_eos=True, temperature=0, stream=True)
     over.set()
     for thread in threads:
         thread.join()
