@@ -174,8 +174,8 @@ def flash_attention(q, k, v, start=None, scale=None, precision="tf32x3", config=
     check_attention(q, k, v)
     (B, H, T, D), S = q.shape, k.shape[2]
     start, scale = S - T if start is None else start, D ** -0.5 if scale is None else scale
-    if not 0 <= start <= S - T:
-        raise engine.UserError(f"start must be from 0 to S - T = {S - T}, not {start}")
+    if not 0 <= start <= S - T or scale <= 0:
+        raise engine.UserError(f"start must be from 0 to S - T = {S - T} and scale above 0, not {start} and {scale}")
     if not uses_kernels(q):
         return engine.attention(q, k[:, :, :start + T], v[:, :, :start + T], scale)
     out = torch.empty_like(q)
@@ -394,6 +394,7 @@ def paged_attention(q, k_pool, v_pool, page_table, lengths, page_size=16, scale=
     """
     B, H, D = q.shape
     scale = D ** -0.5 if scale is None else scale
+    check_paged_inputs(q, k_pool, v_pool, page_table, lengths, scale, new, splits)
     if not uses_kernels(q):
         return paged_attention_twin(q, k_pool, v_pool, page_table, lengths, page_size, scale, new)
     splits = splits or splits_for(B * H, page_table.shape[1] * page_size)
@@ -409,6 +410,18 @@ def paged_attention(q, k_pool, v_pool, page_table, lengths, page_size=16, scale=
     if splits > 1:
         _combine_kernel[(B * H,)](parts, peaks, out, splits, D, power_of_2(D), num_warps=1, **early(q))
     return out
+
+
+def check_paged_inputs(q, k_pool, v_pool, page_table, lengths, scale, new, splits):
+    """Raises UserError for what the kernel would read wrongly."""
+    tensors = [q, k_pool, v_pool, page_table, *(new or ())]
+    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in tensors) or (new and new[0].stride() != new[1].stride()):
+        raise engine.UserError("the last dimension of every tensor must be contiguous, and new keys and values alike")
+    if {page_table.dtype, lengths.dtype} != {torch.int32} or q.shape[2] > 256 or scale <= 0:
+        raise engine.UserError(f"page_table and lengths must be int32, D at most 256 and scale above 0, not "
+                               f"{page_table.dtype}, {lengths.dtype}, {q.shape[2]} and {scale}")
+    if splits and splits & (splits - 1):
+        raise engine.UserError(f"splits must be a power of 2, not {splits}")
 
 
 def paged_attention_twin(q, k_pool, v_pool, page_table, lengths, page_size, scale, new):
@@ -892,8 +905,9 @@ class GPT2Flash(engine.GPT2Paged):
 class FlashRunner(engine.Runner):
     """Runs a scheduler's steps on the GPU, one ahead of the host.
 
-    Decoding rows go through a CUDA graph of the next larger batch size, prompts through the model as it is; the
-    tokens are sampled on the device, which feeds them to the next step itself. Each row's step is told by a record.
+    Decoding rows go through a CUDA graph of the next larger batch size, prompts through one of the next larger number
+    of tokens; the tokens are sampled on the device, which feeds them to the next step itself. Each row's step is told
+    by a record.
     """
 
     ahead, prefill_chunk = 1, 8192
@@ -902,6 +916,9 @@ class FlashRunner(engine.Runner):
         super().__init__(model, max_batch_size)
         config, cache = model.config, model.cache
         self.device, slots = cache.k.device, max_batch_size + 1
+        if self.device.type == "cuda" and self.device.index not in (None, torch.cuda.current_device()):
+            raise engine.UserError(f"the model is on {self.device}, not on the current device; "
+                                   f"CUDA_VISIBLE_DEVICES={self.device.index} chooses it")
         V, most_pages = config.vocab_size, -(-config.n_positions // cache.page_size)
         self.state = SamplerState.new(slots, V, self.device)
         self.eos = config.eos_token_id if config.eos_token_id is not None and config.eos_token_id < V else -1
@@ -913,7 +930,8 @@ class FlashRunner(engine.Runner):
         self.loaded = [None] * slots                                 # the page table that each record is about
         self.graphs, self.pool = {}, None                            # by (what is computed, how much)
         self.batches = batch_sizes(max_batch_size)
-        self.prompts = [2**n for n in range(5, self.prefill_chunk.bit_length())]
+        longest = min(self.prefill_chunk, max_batch_size * config.n_positions)
+        self.prompts = [2**n for n in range(5, max(6, (longest - 1).bit_length() + 1))]
         if self.device.type == "cuda":
             for tokens in reversed(self.prompts):  # the largest first: the others find room in its memory
                 self._capture(self._prompt_step, tokens, self._prompt_arrays([], [], tokens))
@@ -961,8 +979,10 @@ class FlashRunner(engine.Runner):
     def _load(self, request, slot):
         """A request new in this slot: its part of the record that stays."""
         p, V = request.params, self.model.config.vocab_size
-        fields = dict(temperature=p.temperature, top_k=p.top_k if 0 < p.top_k < V else V, top_p=p.top_p, min_p=p.min_p,
-                      repetition=p.repetition_penalty, frequency=p.frequency_penalty, presence=p.presence_penalty,
+        fields = dict(temperature=p.temperature and within_float32(p.temperature), top_p=within_float32(p.top_p),
+                      top_k=p.top_k if 0 < p.top_k < V else V, min_p=p.min_p,
+                      repetition=within_float32(p.repetition_penalty), frequency=p.frequency_penalty,
+                      presence=p.presence_penalty,
                       flags=BIASED * bool(p.logit_bias) + PENALISED * p.penalises)
         for name, value in fields.items():
             self.records[name][slot] = value
@@ -1029,7 +1049,7 @@ class FlashRunner(engine.Runner):
         return sample(logits, records, self.state, self.eos), logits
 
     def _run(self, step, size, arrays):
-        """`step` on these arrays, by its graph where there is one -> (tokens, logits), lost when another graph runs."""
+        """`step` on these arrays, by its graph where there is one -> (tokens, logits), lost when a graph runs again."""
         if (step.__name__, size) not in self.graphs:
             return step(*upload(arrays, self.device))
         graph, static, results = self.graphs[step.__name__, size]
@@ -1086,6 +1106,11 @@ class FlashRunner(engine.Runner):
 
 
 NO_LOGPROBS = (None,)
+
+
+def within_float32(x):
+    """A number above 0 as one that float32 neither rounds to 0 nor to infinity."""
+    return min(max(x, 1e-30), 1e30)
 
 
 def batch_sizes(most):
@@ -1380,7 +1405,7 @@ def bench_attention(args):
                 calls[name] = functools.partial(attend, q, k, v)  # not one that does not take this dtype or length
         if dtype == "bfloat16":
             del calls["flash (ours), tf32"]
-        theirs = 2 * errors["torch flash"] if dtype == "bfloat16" else 1e-5
+        theirs = 2 * errors.get("torch flash", errors["flash (ours)"]) if dtype == "bfloat16" else 1e-5
         match(f"attention B{B} T{T} {dtype}", errors["flash (ours)"] < theirs)
         for name, call in calls.items():
             time_us, least, most = microseconds(call)
@@ -1546,7 +1571,8 @@ def bench_devices(args):
     for batch in (1, 8):
         for device, model in models.items():
             scheduler = engine.ContinuousBatchingScheduler(model, batch, prefix_cache=False)
-            first, step = [time_ours(scheduler, batch, engine.random_prompt(16, 50257), 50) for _ in range(3)][-1]
+            prompt = engine.random_prompt(16, model.config.vocab_size)
+            first, step = [time_ours(scheduler, batch, prompt, 50) for _ in range(3)][-1]
             rows.append({"batch": batch, "device": device, "dtype": str(model.wte.weight.dtype).removeprefix("torch."),
                          "first token ms": 1e3 * first, "ms a step": 1e3 * step, "tokens/s": batch / step})
     return rows

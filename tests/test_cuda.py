@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import run_to_end
+from conftest import IDS, run_to_end
 from test_scheduler import PROMPTS, STYLES, check_pages, drain, params, run
 
 import engine
@@ -327,3 +327,58 @@ def test_plan_of_no_rows_and_of_many():
 def test_without_a_gpu_one_line_says_so():
     with pytest.raises(SystemExit, match=r"no GPU.*--check"):
         engine_cuda.main([])
+
+
+def test_pages_that_others_take_while_tokens_are_on_their_way(tiny, twins):
+    """Between planning and growing somebody else takes the pool: whoever is preempted has no token in flight."""
+    model = engine.share_weights(tiny, engine_cuda.GPT2Flash, page_size=1, max_pages=200)
+    scheduler = engine.ContinuousBatchingScheduler(model, 2)
+    params = engine.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    requests, other = [engine.Request([5] * 16, params) for _ in range(2)], engine.PageTable(model.cache)
+    scheduler.submit(*requests)
+    for _ in range(3):
+        scheduler.step()
+    assert any(request.pending for request in requests)
+    other.grow(model.cache.free_pages + model.cache.cached_pages)
+    for _ in range(5):
+        scheduler.step()
+    assert any(request.preemptions for request in requests)
+    other.release()
+    while scheduler.step():
+        pass
+    expected = list(engine.generate(tiny, [5] * 16, params))
+    assert [request.output_ids for request in requests] == [expected] * 2
+    assert model.cache.used_pages == 0
+
+
+def test_the_host_runs_ahead_however_few_pages_are_free(tiny, twins):
+    model = engine.share_weights(tiny, engine_cuda.GPT2Flash, max_pages=20)
+    scheduler, pending = engine.ContinuousBatchingScheduler(model, 64), []
+    request = engine.Request([5] * 4, engine.SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    launch = scheduler.runner.launch
+    scheduler.runner.launch = lambda rows, plain: pending.append(request.pending) or launch(rows, plain)
+    scheduler.submit(request)
+    while scheduler.step():
+        pass
+    assert pending == [0] + [1] * 29
+
+
+@pytest.mark.parametrize("extreme", [dict(top_p=1e-46), dict(repetition_penalty=1e39),
+                                     dict(temperature=1e39, top_k=1), dict(temperature=1e-46)])
+def test_numbers_that_float32_does_not_hold(tiny, twins, extreme):
+    params = engine.SamplingParams(**(dict(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True) | extreme))
+    request, model = engine.Request(IDS, params), engine.share_weights(tiny, engine_cuda.GPT2Flash)
+    engine.drain_steps(engine.ContinuousBatchingScheduler(model, 1), request)
+    assert request.output_ids == list(engine.generate(tiny, IDS, params))
+
+
+def test_what_the_paged_kernel_would_read_wrongly_is_refused():
+    q, pool = torch.randn(2, 3, 16), torch.randn(3, 64, 16)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    k = torch.randn(2, 3, 16)
+    for wrong in (dict(q=q.transpose(1, 2).contiguous().transpose(1, 2)), dict(table=table.long()), dict(splits=3),
+                  dict(scale=0.0), dict(new=(k, torch.randn(3, 2, 16).transpose(0, 1)))):
+        given = dict(q=q, table=table) | {name: value for name, value in wrong.items() if name in ("q", "table")}
+        more = {name: value for name, value in wrong.items() if name not in given}
+        with pytest.raises(engine.UserError):
+            engine_cuda.paged_attention(given["q"], pool, pool, given["table"], lengths, **more)
