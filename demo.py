@@ -410,7 +410,7 @@ class Completion:
         self.choices, scored = [], echo and wanted is not None
         for group in groups:
             for r in group:
-                scores = (r if params.max_tokens == 0 else group[0]) if scored else None
+                scores = (group[0] if r.params.prompt_logprobs is None else r) if scored else None
                 self.choices.append(Choice(r, len(self.choices), echo, scores))
         self.prompts = [group[0] for group in groups]
         self.job = Job(server.scheduler, [choice.request for choice in self.choices])
@@ -711,9 +711,9 @@ class ModelServer:
         body = read_body(["model", "tokens"])
         if "tokens" not in body:
             raise ApiError(400, "tokens is missing", "tokens")
+        limit = self.encoding.n_vocab - 1
         for token in typed(body, "tokens", list):
-            if type(token) is not int or not 0 <= token < self.encoding.n_vocab:
-                limit = self.encoding.n_vocab - 1
+            if type(token) is not int or not 0 <= token <= limit:
                 raise ApiError(400, f"tokens must be ids from 0 to {limit}, not {shown(token)}", "tokens")
         return {"prompt": self.encoding.decode(body["tokens"])}
 

@@ -39,8 +39,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from types import SimpleNamespace
 
-# OpenMP's threads wait for each other by spinning, up to minutes. Let them sleep after some 10 us: as fast on a quiet
-# machine, and where another process takes a core 4 times slower instead of 100. It is read when torch is loaded.
+# OpenMP's threads wait for each other by spinning, for long. Let them sleep after 3,000 turns: as fast on a quiet
+# machine, and where another process takes a core 4 times slower instead of standing still. Read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import numpy as np
@@ -66,14 +66,16 @@ class OutOfPages(UserError):
 # row to one thread; this loop reaches the memory's speed, in 16 and in 8 bits too, and a block of the model runs in
 # three calls where torch needs thirty.
 
-# Up to how many rows it is used, plain and beside packed weights. Measured on 2 cores over GPT-2's 49 matrices, ms,
-# while memory ran at 75 GB/s:
-#     rows                    1     2     3     4     6     8
-#     our loop, float32     6.8   8.8   9.9  10.6    19    23
-#     oneDNN, float32       7.8   8.2   8.5   8.8    10    12      packed; plain 18 to 32
-#     our loop, bfloat16    3.7   5.3   6.0   6.4    11    14
-#     oneDNN, bfloat16      4.3   5.0   5.0   5.0   5.6   6.1      packed; plain 12 to 13
-#     our loop, int8        2.3   3.1   4.0   4.7   8.8    11
+# Up to how many rows it is used, plain and beside packed weights. The products alone, GPT-2's 49 matrices on 2 cores,
+# ms, while memory ran at 49 GB/s; from 2 rows on the loop loses some of it, and spares the other operators of a block:
+#     rows                           1     2     3     4     6     8
+#     our loop, float32           11.6  13.0  14.9  17.9  20.6  24.1
+#     oneDNN, float32, plain      13.1  17.2  16.7  17.0  19.1  19.9
+#     oneDNN, float32, packed     11.5  11.5  12.5  11.5  12.2  13.4
+#     our loop, bfloat16           6.0   6.1   7.2   7.9  11.2  15.4
+#     oneDNN, bfloat16, plain     10.5  10.5  10.0  10.0  10.5  11.5
+#     oneDNN, bfloat16, packed     6.4   6.6   6.9   6.7   6.8   7.5
+#     our loop, int8               3.2   3.8   5.3   6.5   9.3  12.3
 FEW_ROWS, FEW_ROWS_PACKED = 6, 4
 
 
@@ -387,11 +389,14 @@ class Attention(nn.Module):
             self.scale /= layer + 1
 
     def forward(self, x, kv):
-        B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                         # 3 x (B, H, T, D)
+        return self.c_proj(self.attend(self.c_attn(x), kv))
+
+    def attend(self, qkv, kv):
+        """What c_attn made (B, T, 3C) -> what c_proj is given (B, T, C)."""
+        B, T, C = *qkv.shape[:2], qkv.shape[2] // 3
+        q, k, v = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)   # 3 x (B, H, T, D)
         out = kv.attend(self.layer, q, k, v, self.scale)             # (B, H, T, D)
-        return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
+        return out.transpose(1, 2).reshape(B, T, C)
 
 
 class MLP(nn.Module):
@@ -426,9 +431,8 @@ class Block(nn.Module):
         qkv, x, attn = torch.empty(B, T, 3 * C), x.clone(memory_format=torch.contiguous_format), self.attn
         norm_1, norm_2, eps = self.norms
         cpu_kernels().begin(x.view(B * T, C), norm_1, eps, attn.c_attn.arrays, qkv.view(B * T, 3 * C))
-        q, k, v = qkv.view(B, T, 3, attn.n_head, C // attn.n_head).permute(2, 0, 3, 1, 4)
-        out = kv.attend(attn.layer, q, k, v, attn.scale).transpose(1, 2).reshape(B * T, C)
-        cpu_kernels().end(x.view(B * T, C), out, attn.c_proj.arrays, norm_2, eps, self.mlp.c_fc.arrays,
+        attended = attn.attend(qkv, kv).view(B * T, C)
+        cpu_kernels().end(x.view(B * T, C), attended, attn.c_proj.arrays, norm_2, eps, self.mlp.c_fc.arrays,
                           self.mlp.c_proj.arrays)
         return x
 

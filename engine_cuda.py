@@ -773,18 +773,16 @@ def sample_twin(logits, records, state, eos):
 class FlashBlock(engine.Block):
     """The same block, with what stands around each product done in one kernel with it."""
 
-    def forward(self, x, kv):
-        attn, mlp = self.attn, self.mlp
-        B, T, C = x.shape
-        qkv = fused_linear(x, attn.c_attn, self.ln_1).view(B, T, 3, attn.n_head, C // attn.n_head)
-        out = kv.attend(attn.layer, *qkv.permute(2, 0, 3, 1, 4), attn.scale)           # (B, H, T, D)
-        x = fused_linear(out.transpose(1, 2).reshape(B, T, C), attn.c_proj, residual=x)
-        hidden = fused_linear(x, mlp.c_fc, self.ln_2, self.activation)
-        return fused_linear(hidden, mlp.c_proj, residual=x)
-
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.activation = config.activation_function
+
+    def forward(self, x, kv):
+        attn, mlp = self.attn, self.mlp
+        attended = attn.attend(fused_linear(x, attn.c_attn, self.ln_1), kv)            # (B, T, C)
+        x = fused_linear(attended, attn.c_proj, residual=x)
+        hidden = fused_linear(x, mlp.c_fc, self.ln_2, self.activation)
+        return fused_linear(hidden, mlp.c_proj, residual=x)
 
 
 class FlashRecompute(engine.Recompute):
