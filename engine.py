@@ -62,33 +62,62 @@ class OutOfPages(UserError):
 
 
 # ---------------------------------------------------------------------------------------------------
-# CPU kernels. A decode step reads every weight once for a few rows, so it is a race of bytes: torch hands a single
-# row to one thread; this loop reaches the memory's speed, in 16 and in 8 bits too, and a block of the model runs in
-# three calls where torch needs thirty.
+# CPU kernels: the counterpart of the Triton kernels, in plain Python that numba compiles on the spot.
+#
+# A decode step reads every weight once for a few rows, so it is a race of bytes: torch hands a single row to one
+# thread. A prompt is a race of operations, which a processor does fastest in the weights' own dtype. Both are won by
+# one product, in tiles: ROWS rows times OUTS outputs are summed in registers, LANES numbers at a time, while the
+# weights of the next tile are fetched. A sum is always added up in the same order, so a row's result does not depend
+# on its neighbours. A block of the model runs in one call.
 
-# Up to how many rows it is used, plain and beside packed weights. The products alone, GPT-2's 49 matrices on 2 cores,
-# ms, while memory ran at 49 GB/s; from 2 rows on the loop loses some of it, and spares the other operators of a block:
-#     rows                           1     2     3     4     6     8
-#     our loop, float32           11.6  13.0  14.9  17.9  20.6  24.1
-#     oneDNN, float32, plain      13.1  17.2  16.7  17.0  19.1  19.9
-#     oneDNN, float32, packed     11.5  11.5  12.5  11.5  12.2  13.4
-#     our loop, bfloat16           6.0   6.1   7.2   7.9  11.2  15.4
-#     oneDNN, bfloat16, plain     10.5  10.5  10.0  10.0  10.5  11.5
-#     oneDNN, bfloat16, packed     6.4   6.6   6.9   6.7   6.8   7.5
-#     our loop, int8               3.2   3.8   5.3   6.5   9.3  12.3
-FEW_ROWS, FEW_ROWS_PACKED = 6, 4
+BLOCK = 64       # outputs that a task computes
+PANEL = 128      # rows that it multiplies while their weights are in the first cache
+SPAN = 3072      # bytes of a row that a tile sums up at a time where rows are many: those of OUTS fit the first cache
+QUERIES, KEYS = 128, 64  # of a prompt, that a task attends at a time
+MANY_ROWS = 64   # beyond which torch multiplies, on a processor without AVX-512
 
-
-# The kernels are plain Python that numba compiles on the spot; `cpu_kernels` binds these three names to its own.
+# What `intrinsics` binds to the machine's instructions; here is what they mean.
 prange = range
+ROWS, OUTS, COLUMNS = 4, 4, 64
 
 
-def _widen(weight):
+def _tile(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead):
+    """sums[at + r, column + i] = (or +=, if add) the sum over `length` numbers from `start` of x[row + r] times
+    weight[o + i], for `rows` r and `outs` i (constants). Fetches as many weights from `ahead` bytes behind them."""
+
+
+def _outer(rows, x, row, weight, column, out, add):
+    """out[row + r, column + c] = (or +=, if add) the sum over k of x[row + r, k] times weight[k, column + c], all
+    float32, for `rows` r (a constant) and COLUMNS c."""
+
+
+def _fetch(array, head, slot, d):
+    """Ask for the memory behind array[head, slot, d], which will be read soon."""
+
+
+def _widen(number):
     """A weight as float32. uint16 holds the bits of a bfloat16, int16 those of a float16."""
+
+
+def _as(number, array):
+    """A float32 as the array stores it: the reverse of `_widen`, rounded to the nearest."""
 
 
 def _as_float(bits):
     """The float32 of these 32 bits."""
+
+
+def _narrowed(x, like):
+    """Activations x (N, K) as they are multiplied, in the dtype of `like`, and a factor for each row: `_rounded`,
+    `_scaled`, or x itself."""
+
+
+def _aligned(rows, columns, like):
+    """Memory (rows, columns) in the dtype of `like` that begins with a cache line: a load across two costs double."""
+    line = 64 // like.itemsize
+    raw = np.empty(rows * columns + line, like.dtype)
+    skip = (64 - raw.ctypes.data % 64) // like.itemsize % line
+    return raw[skip:skip + rows * columns].reshape(rows, columns)
 
 
 LOG2_E, LOWEST, ZERO, ONE = map(np.float32, (math.log2(math.e), -87.3, 0, 1))
@@ -105,25 +134,95 @@ def _exp(x):
     return ZERO if x <= LOWEST else scaled + x * ZERO            # the last keeps NaN
 
 
-def _multiply(x, weight, scale, bias, out, add):
-    """out (N, out) = x (N, in) times weight (out, in) transposed, times scale (out), plus bias (out) if these are
-    not empty, plus out if add. Each row of the weight is read once for all x."""
-    for o in prange(weight.shape[0]):
-        for row in range(x.shape[0]):
-            total = np.float32(0)
-            for i in range(weight.shape[1]):
-                total += x[row, i] * _widen(weight[o, i])
-            if scale.size:
-                total *= scale[o]
-            if bias.size:
-                total += bias[o]
-            out[row, o] = total + out[row, o] if add else total
+def _gelu(x):
+    """gelu_new: x * (1 + tanh(u)) / 2, which is x / (1 + exp(-2u)); the exponent is kept below 0."""
+    u = np.float32(2 * math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+    e = _exp(-abs(u))
+    return (x if u > 0 else x * e) / (ONE + e)
 
 
-def _normalise(x, weight, bias, eps, out):
-    """LayerNorm of the rows of x (N, C)."""
+def _rounded(x, like):
+    y = _aligned(x.shape[0], x.shape[1], like)
+    for row in prange(x.shape[0]):
+        for k in range(x.shape[1]):
+            y[row, k] = _as(x[row, k], y)
+    return y, np.ones(x.shape[0], np.float32)
+
+
+def _scaled(x, like):
+    """Whole numbers of 16 bits: as large as the sum of K products with 8-bit weights stays below 2 ** 31."""
+    y, factors = _aligned(x.shape[0], x.shape[1], like), np.empty(x.shape[0], np.float32)
+    limit = np.float32(min(32767, 2 ** 24 // min(x.shape[1], SPAN // 2) - 1))
+    for row in prange(x.shape[0]):
+        largest, nothing = np.float32(1e-30), ZERO
+        for k in range(x.shape[1]):
+            largest = max(largest, abs(x[row, k]))
+            nothing += x[row, k] * ZERO                              # NaN, if one of them is
+        inverse = limit / largest
+        for k in range(x.shape[1]):
+            y[row, k] = np.int16(np.rint(x[row, k] * inverse))
+        factors[row] = largest / limit + nothing
+    return y, factors
+
+
+def _tiles(x, row, rows, weight, o, outs, length, span, sums, column):
+    """sums[:rows, column:column + outs] = x[row:row + rows] times weight[o:o + outs] transposed, over the first
+    `length` numbers of each, of which a tile takes `span` at a time."""
+    ahead = OUTS * weight.shape[1] * weight.itemsize
+    for start in range(0, length, span):
+        count, i = min(span, length - start), 0
+        while i < outs:
+            wide, r = i + OUTS <= outs, 0
+            while r < rows:
+                tall, fetch = r + ROWS <= rows, 0 if r else ahead
+                if wide and tall:
+                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, fetch)
+                elif wide:
+                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, fetch)
+                elif tall:
+                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, fetch)
+                else:
+                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, fetch)
+                r += ROWS if tall else 1
+            i += OUTS if wide else 1
+
+
+def _finish(sums, factor, scale, bias, out, add, gelu):
+    """What follows a product, for some outputs of a row; see `_multiply`."""
+    for i in range(out.shape[0]):
+        value = sums[i] * (factor * scale[i]) + bias[i]
+        sums[i] = value + out[i] if add else value
+    for i in range(out.shape[0]):
+        out[i] = _gelu(sums[i]) if gelu else sums[i]
+
+
+def _multiply(x, factors, weight, scale, bias, out, add, gelu):
+    """out (N, out) = x (N, K) times weight (out, K) transposed, times factors (N) and scale (out), plus bias (out);
+    its gelu, if so; plus what out was, if add."""
+    N, K = x.shape
+    span = K if N <= PANEL else SPAN // x.itemsize
+    for task in prange((weight.shape[0] + BLOCK - 1) // BLOCK):
+        first, outs = task * BLOCK, min(BLOCK, weight.shape[0] - task * BLOCK)
+        sums = np.empty((min(N, PANEL), BLOCK), np.float32)
+        for panel in range(0, N, PANEL):
+            rows = min(PANEL, N - panel)
+            _tiles(x, panel, rows, weight, first, outs, K, span, sums, 0)
+            for r in range(rows):
+                _finish(sums[r], factors[panel + r], scale[first:first + outs], bias[first:first + outs],
+                        out[panel + r, first:first + outs], add, gelu)
+
+
+def _project(x, linear, out, add, gelu):
+    """`_multiply` by a projection: weight, scale, bias, and an array of the dtype of its activations."""
+    y, factors = _narrowed(x, linear[3])
+    _multiply(y, factors, linear[0], linear[1], linear[2], out, add, gelu)
+
+
+def _normalise(x, norm, out):
+    """LayerNorm of the rows of x (N, C). norm: weight, bias, epsilon."""
+    weight, bias, eps = norm
     C = x.shape[1]
-    for row in range(x.shape[0]):
+    for row in prange(x.shape[0]):
         mean = square = np.float32(0)
         for c in range(C):
             mean += x[row, c]
@@ -135,34 +234,21 @@ def _normalise(x, weight, bias, eps, out):
             out[row, c] = (x[row, c] - mean) * factor * weight[c] + bias[c]
 
 
-def _gelu(x):
-    """gelu_new in place: x * (1 + tanh(u)) / 2, which is x / (1 + exp(-2u)); the exponent is kept below 0."""
-    for row in range(x.shape[0]):
-        for c in range(x.shape[1]):
-            value = x[row, c]
-            u = np.float32(2 * math.sqrt(2 / math.pi)) * (value + np.float32(0.044715) * value * value * value)
-            e = _exp(-abs(u))
-            x[row, c] = value / (ONE + e) if u > 0 else value * e / (ONE + e)
+def _begin(x, norm, attn, y, qkv):
+    """The first part of a block: qkv (N, 3C) = c_attn(y), y (N, C) = ln_1(x)."""
+    _normalise(x, norm, y)
+    _project(y, attn, qkv, False, False)
 
 
-def _begin(x, norm, eps, attn, qkv):
-    """The first part of a block: qkv (N, 3C) = c_attn(ln_1(x)). norm: weight, bias; attn: weight, scale, bias."""
-    y = np.empty_like(x)
-    _normalise(x, norm[0], norm[1], eps, y)
-    _multiply(y, attn[0], attn[1], attn[2], qkv, False)
+def _end(x, attended, proj, norm, fc, proj_2, y, h):
+    """The rest of it, in place: x += c_proj(attended), y = ln_2(x), h = gelu(mlp.c_fc(y)), x += mlp.c_proj(h)."""
+    _project(attended, proj, x, True, False)
+    _normalise(x, norm, y)
+    _project(y, fc, h, False, True)
+    _project(h, proj_2, x, True, False)
 
 
-def _end(x, attended, proj, norm, eps, fc, proj_2):
-    """The rest of it, in place: x += c_proj(attended); x += mlp.c_proj(gelu(mlp.c_fc(ln_2(x))))."""
-    y, h = np.empty_like(x), np.empty((x.shape[0], fc[0].shape[0]), np.float32)
-    _multiply(attended, proj[0], proj[1], proj[2], x, True)
-    _normalise(x, norm[0], norm[1], eps, y)
-    _multiply(y, fc[0], fc[1], fc[2], h, False)
-    _gelu(h)
-    _multiply(h, proj_2[0], proj_2[1], proj_2[2], x, True)
-
-
-def _attend(q, k, v, pool_k, pool_v, tables, lengths, page_size, scale, out):
+def _attend_one(q, k, v, pool_k, pool_v, tables, lengths, page_size, scale, out):
     """Store and attend one new token a row, page by page with an online softmax (Milakov & Gimelshein 2018).
 
     q, k, v, out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens stored before.
@@ -175,16 +261,21 @@ def _attend(q, k, v, pool_k, pool_v, tables, lengths, page_size, scale, out):
         query, acc, scores = np.empty(D, np.float32), np.zeros(D, np.float32), np.empty(page_size, np.float32)
         for d in range(D):
             query[d] = q[row, head, d] * scale
-            pool_k[head, slot, d] = k[row, head, d]
-            pool_v[head, slot, d] = v[row, head, d]
+            pool_k[head, slot, d] = _as(k[row, head, d], pool_k)
+            pool_v[head, slot, d] = _as(v[row, head, d], pool_v)
         m_i, l_i = np.float32(-np.inf), np.float32(0)             # running maximum and sum of exp(score - m_i)
-        for page in range((S + page_size - 1) // page_size):
+        pages = (S + page_size - 1) // page_size
+        for page in range(pages):
             first, count = tables[row, page] * page_size, min(page_size, S - page * page_size)
+            coming = tables[row, min(page + 1, pages - 1)] * page_size
             m_new = m_i
             for j in range(count):
+                for d in range(0, D, 16):
+                    _fetch(pool_k, head, coming + j, d)
+                    _fetch(pool_v, head, coming + j, d)
                 total = np.float32(0)
                 for d in range(D):
-                    total += query[d] * pool_k[head, first + j, d]
+                    total += query[d] * _widen(pool_k[head, first + j, d])
                 scores[j] = total
                 m_new = max(m_new, total)
             shrink = _exp(m_i - m_new)
@@ -197,10 +288,123 @@ def _attend(q, k, v, pool_k, pool_v, tables, lengths, page_size, scale, out):
                 p = scores[j]
                 l_i += p
                 for d in range(D):
-                    acc[d] += p * pool_v[head, first + j, d]
+                    acc[d] += p * _widen(pool_v[head, first + j, d])
             m_i = m_new
         for d in range(D):
             out[row, head, d] = acc[d] / l_i
+
+
+def _outer_products(x, weight, out, add):
+    """out (N, W) = (or +=, if add) x (N, K) times weight (K, W); W is a multiple of COLUMNS."""
+    for column in range(0, weight.shape[1], COLUMNS):
+        row = 0
+        while row < x.shape[0]:
+            if row + ROWS <= x.shape[0]:
+                _outer(ROWS, x, row, weight, column, out, add)
+                row += ROWS
+            else:
+                _outer(1, x, row, weight, column, out, add)
+                row += 1
+
+
+def _attend_block(q, first, n, head, keys_of, values_of, table, before, page_size, scale, out):
+    """Attention of n queries of a head, `first` and on, that stand behind `before` tokens (Dao et al. 2022).
+
+    keys_of, values_of (slots, D). Scores stand as (key, query), so what is done to one is done to all queries at once.
+    """
+    D = q.shape[2]
+    width = (D + COLUMNS - 1) // COLUMNS * COLUMNS
+    queries, keys, scores = _aligned(D, QUERIES, q), _aligned(KEYS, D, q), _aligned(KEYS, QUERIES, q)
+    values, acc, state = _aligned(KEYS, width, q), _aligned(QUERIES, width, q), _aligned(3, QUERIES, q)
+    m_i, l_i, m_new = state[0], state[1], state[2]                   # running maximum, sum of exp(score - m_i)
+    for t in range(QUERIES):
+        m_i[t], l_i[t] = -np.inf, ZERO
+        for d in range(width):
+            acc[t, d] = ZERO
+        for d in range(D):
+            queries[d, t] = q[first + t, head, d] * scale if t < n else ZERO
+    for j in range(KEYS):
+        for d in range(D, width):
+            values[j, d] = ZERO
+    for at in range(0, before + n, KEYS):
+        count = min(KEYS, before + n - at)
+        for j in range(count):
+            slot = table[(at + j) // page_size] * page_size + (at + j) % page_size
+            for d in range(D):
+                keys[j, d] = _widen(keys_of[slot, d])
+            for d in range(D):
+                values[j, d] = _widen(values_of[slot, d])
+        _outer_products(keys[:count], queries, scores, False)
+        for j in range(max(0, before + 1 - at), count):              # hidden from the queries before it
+            for t in range(min(QUERIES, at + j - before)):
+                scores[j, t] = -np.inf
+        for t in range(QUERIES):
+            m_new[t] = m_i[t]
+        for j in range(count):
+            for t in range(QUERIES):
+                m_new[t] = max(m_new[t], scores[j, t])
+        for t in range(QUERIES):
+            shrink = _exp(m_i[t] - m_new[t])
+            m_i[t] = m_new[t]
+            l_i[t] *= shrink
+            for d in range(width):
+                acc[t, d] *= shrink
+        for j in range(count):
+            for t in range(QUERIES):
+                scores[j, t] = _exp(scores[j, t] - m_i[t])
+            for t in range(QUERIES):
+                l_i[t] += scores[j, t]
+        _outer_products(scores[:count].T, values[:count], acc, True)
+    for t in range(n):
+        for d in range(D):
+            out[first + t, head, d] = acc[t, d] / l_i[t]
+
+
+def _attend_many(q, k, v, pool_k, pool_v, table, stored, page_size, scale, out):
+    """The same for T new tokens of one row, QUERIES of a head at a time. q, k, v, out (T, H, D); table (P)."""
+    T, H, D = q.shape
+    for head in prange(H):
+        for t in range(T):
+            slot = table[(stored + t) // page_size] * page_size + (stored + t) % page_size
+            for d in range(D):
+                pool_k[head, slot, d] = _as(k[t, head, d], pool_k)
+                pool_v[head, slot, d] = _as(v[t, head, d], pool_v)
+    blocks = (T + QUERIES - 1) // QUERIES
+    for task in prange(H * blocks):
+        head, first = task // blocks, task % blocks * QUERIES
+        _attend_block(q, first, min(QUERIES, T - first), head, pool_k[head], pool_v[head], table, stored + first,
+                      page_size, scale, out)
+
+
+def _attend(qkv, pages, layer, scale, out):
+    """Store and attend the new tokens of all rows, end to end. qkv (N, 3, H, D), out (N, H, D).
+
+    pages: the pools (L, H, slots, D), tables (B, P), how many tokens each row stores (B) and brings (B), page size.
+    """
+    pool_k, pool_v, tables, lengths, counts, page_size = pages
+    q, k, v = qkv[:, 0], qkv[:, 1], qkv[:, 2]
+    single = 0                                                       # rows of one token, which come first
+    while single < len(counts) and counts[single] == 1:
+        single += 1
+    if single:
+        _attend_one(q[:single], k[:single], v[:single], pool_k[layer], pool_v[layer], tables, lengths, page_size,
+                    scale, out[:single])
+    at = single
+    for row in range(single, len(counts)):
+        end = at + counts[row]
+        _attend_many(q[at:end], k[at:end], v[at:end], pool_k[layer], pool_v[layer], tables[row], lengths[row],
+                     page_size, scale, out[at:end])
+        at = end
+
+
+def _block(x, norm, attn, pages, layer, scale, proj, norm_2, fc, proj_2, room):
+    """A whole block, in place, over a pool of pages. room: memory for what lies between: N * (5C + inner) numbers."""
+    (N, C), H = x.shape, pages[0].shape[1]
+    y, attended, qkv = room[:N * C], room[N * C:2 * N * C], room[2 * N * C:5 * N * C]
+    h = room[5 * N * C:N * (5 * C + fc[0].shape[0])]
+    _begin(x, norm, attn, y.reshape(N, C), qkv.reshape(N, 3 * C))
+    _attend(qkv.reshape(N, 3, H, C // H), pages, layer, scale, attended.reshape(N, H, C // H))
+    _end(x, attended.reshape(N, C), proj, norm_2, fc, proj_2, y.reshape(N, C), h.reshape(N, fc[0].shape[0]))
 
 
 @functools.cache
@@ -236,37 +440,247 @@ def cpu_kernels():
                 kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in args))
         return launch
 
-    for helper in _exp, _normalise, _gelu:
+    for helper in _aligned, _exp, _gelu, _tiles, _finish, _outer_products, _attend_block:
         compiled(helper)
-    kernels = compiled(_multiply, parallel=True), compiled(_begin), compiled(_end), compiled(_attend, parallel=True)
+    for helper in _rounded, _scaled, _multiply, _normalise, _attend_one, _attend_many:
+        compiled(helper, parallel=True)
+    choose_narrowing(scope["_rounded"], scope["_scaled"])
+    kernels = [compiled(kernel) for kernel in (_project, _begin, _end, _attend, _block)]
     return SimpleNamespace(**{kernel.__name__[1:]: on_torchs_threads(kernel) for kernel in kernels})
 
 
+def choose_narrowing(rounded, scaled):
+    """`_narrowed` for the kernels: which of the two, by the dtype that is asked for."""
+    from numba import types
+    from numba.extending import overload
+
+    @overload(_narrowed)
+    def choice(x, like):
+        if like.dtype == types.float32:
+            return lambda x, like: (x, np.ones(x.shape[0], np.float32))
+        if like.dtype == types.uint16:
+            return lambda x, like: rounded(x, like)
+        return lambda x, like: scaled(x, like)
+
+
+@functools.cache
+def processor_features():
+    """Names of what the processor can do, as LLVM calls them; none where numba is told to compile for another."""
+    import llvmlite.binding
+    import numba
+
+    if numba.config.CPU_NAME:
+        return frozenset()
+    return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
+
+
+def activations_like(weight):
+    """An array of the dtype in which activations are multiplied by this weight, and its kind in the kernels:
+    float32 is exact; bfloat16 and whole numbers of 16 bits are as the processor multiplies 16- and 8-bit weights."""
+    native = {torch.bfloat16: ("avx512bf16", np.uint16), torch.int8: ("avx512vnni", np.int16)}
+    feature, dtype = native.get(weight.dtype, (None, None))
+    has = cpu_kernels() is not None and feature in processor_features()
+    return np.empty(0, dtype if has else np.float32)
+
+
 def intrinsics():
-    """What the kernels do that Python has no word for, in the compiler's terms."""
+    """What the kernels do that Python has no word for, in the compiler's terms. See their names for what they mean."""
+    import llvmlite.binding
     from llvmlite import ir
     from numba import types
+    from numba.core import cgutils
     from numba.extending import intrinsic
 
+    llvmlite.binding.initialize_native_asmparser()
+    wide = "avx512f" in processor_features()  # 32 registers of 16 numbers; else 16 of 8, or as good as that
+    lanes, rows, outs = (16, 4, 4) if wide else (8, 4, 2)
+    i8, i16, i32, i64, f32 = *map(ir.IntType, (8, 16, 32, 64)), ir.FloatType()
+
+    def vector(kind, count=lanes):
+        return ir.VectorType(kind, count)
+
+    def shaped(kind, like):  # kind, or a vector of it where `like` is one
+        return vector(kind, like.count) if isinstance(like, ir.VectorType) else kind
+
+    def constant(kind, value):
+        return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+    def widened(builder, bits, kind):
+        wide, as_float = shaped(i32, bits.type), shaped(f32, bits.type)
+        if kind == types.float32:
+            return bits
+        if kind == types.int8:
+            return builder.sitofp(bits, as_float)
+        if kind == types.int16:
+            return builder.fpext(builder.bitcast(bits, shaped(ir.HalfType(), bits.type)), as_float)
+        return builder.bitcast(builder.shl(builder.zext(bits, wide), constant(wide, 16)), as_float)
+
     @intrinsic
-    def widen(typing_context, weight):
+    def widen(typing_context, number):
+        return types.float32(number), lambda context, builder, signature, args: widened(
+            builder, args[0], signature.args[0])
+
+    @intrinsic
+    def as_stored(typing_context, number, array):
         def code(context, builder, signature, args):
-            (kind,), (bits,) = signature.args, args
+            number, kind = args[0], signature.args[1].dtype
             if kind == types.float32:
-                return bits
-            if kind == types.int8:
-                return builder.sitofp(bits, ir.FloatType())
+                return number
             if kind == types.int16:
-                return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-            wide = builder.zext(bits, ir.IntType(32))
-            return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-        return types.float32(weight), code
+                return builder.bitcast(builder.fptrunc(number, ir.HalfType()), i16)
+            bits = builder.bitcast(number, i32)                      # half of the last bit kept; a tie becomes even
+            odd = builder.and_(builder.lshr(bits, constant(i32, 16)), constant(i32, 1))
+            nearest = builder.lshr(builder.add(builder.add(bits, constant(i32, 0x7fff)), odd), constant(i32, 16))
+            is_nan = builder.fcmp_unordered("uno", number, number)
+            return builder.trunc(builder.select(is_nan, constant(i32, 0x7fc0), nearest), i16)
+        return array.dtype(number, array), code
 
     @intrinsic
     def as_float(typing_context, bits):
-        return types.float32(bits), lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+        return types.float32(bits), lambda context, builder, signature, args: builder.bitcast(args[0], f32)
 
-    return {"_widen": widen, "_as_float": as_float}
+    def element(context, builder, kind, array, index):
+        """The address of an element of a numba array."""
+        array = context.make_array(kind)(context, builder, array)
+        return cgutils.get_item_pointer(context, builder, kind, array, index)
+
+    def fetched(builder, address):
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type],
+                                                 ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32]))
+        builder.call(fetch, [address, i32(0), i32(3), i32(1)])       # to be read, into all caches, data
+
+    @intrinsic
+    def fetch(typing_context, array, head, slot, d):
+        def code(context, builder, signature, args):
+            index = [context.cast(builder, at, kind, types.intp) for at, kind in zip(args[1:], signature.args[1:])]
+            address = element(context, builder, signature.args[0], args[0], index)
+            fetched(builder, builder.bitcast(address, i8.as_pointer()))
+            return context.get_dummy_value()
+        return types.void(array, head, slot, d), code
+
+    def assembly(instruction):
+        def dot(builder, total, x, w):
+            kind = ir.FunctionType(total.type, [total.type, vector(i32), vector(i32)])
+            as_pairs = [builder.bitcast(value, vector(i32)) for value in (x, w)]
+            return builder.call(ir.InlineAsm(kind, instruction + " $3, $2, $0", "=v,0,v,v"), [total, *as_pairs])
+        return dot
+
+    def fused(builder, total, x, w):
+        return builder.fadd(total, builder.fmul(x, w, flags=("contract",)), flags=("contract",))
+
+    def flavour(x, weight):
+        """How two dtypes are multiplied: numbers a step, dtype of a sum, what a weight is made, and the product."""
+        if (x, weight) == (types.uint16, types.uint16):
+            return 2 * lanes, f32, lambda builder, w: w, assembly("vdpbf16ps")
+        if (x, weight) == (types.int16, types.int8):
+            return 2 * lanes, i32, lambda builder, w: builder.sext(w, vector(i16, 2 * lanes)), assembly("vpdpwssd")
+        return lanes, f32, lambda builder, w: widened(builder, w, weight), fused
+
+    def loaded(builder, address, count, part=None):
+        """`count` numbers of what address points to; the first `part` of them and zeros, where that is given."""
+        kind = vector(address.type.pointee, count)
+        if part is None:
+            value = builder.load(builder.bitcast(address, kind.as_pointer()))
+            value.align = 1
+            return value
+        lane = ir.Constant(vector(i16, count), list(range(count)))
+        last = builder.insert_element(lane, builder.trunc(part, i16), i32(0))
+        mask = builder.icmp_unsigned("<", lane, builder.shuffle_vector(last, last, constant(vector(i32, count), 0)))
+        element = {f32: "f32", i16: "i16", i8: "i8"}[address.type.pointee]
+        load = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(kind, [kind.as_pointer(), i32, mask.type, kind]),
+            f"llvm.masked.load.v{count}{element}.p0")
+        return builder.call(load, [builder.bitcast(address, kind.as_pointer()), i32(1), mask, ir.Constant(kind, None)])
+
+    # Which of two vectors' lanes are added to which others, step by step: neighbours, first in groups of four, which
+    # processors shuffle fastest, then whole groups.
+    in_fours = [[at + 4 * group + n for group in range(lanes // 4) for at in (0, lanes) for n in (odd, odd + 2)]
+                for odd in (0, 1)]
+    of_fours = [[4 * group + n for group in range(odd, lanes // 2, 2) for n in range(4)] for odd in (0, 1)]
+    steps = [in_fours] * 2 + [of_fours] * (lanes // 4).bit_length()
+    steps = [[ir.Constant(vector(i32), half) for half in step] for step in steps[:lanes.bit_length() - 1]]
+
+    def summed(builder, totals):
+        """The sums of the lanes of each vector, in the lanes of one."""
+        add = builder.add if totals[0].type.element == i32 else builder.fadd
+        for step in steps:
+            pairs = list(zip(totals[::2], totals[1::2])) or [(totals[0], totals[0])]
+            totals = [add(*(builder.shuffle_vector(*pair, half) for half in step)) for pair in pairs]
+        return totals[0] if totals[0].type.element == f32 else builder.sitofp(totals[0], vector(f32))
+
+    @intrinsic(prefer_literal=True)
+    def tile(typing_context, rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead):
+        def code(context, builder, signature, args):
+            kinds, (rows, outs) = signature.args, (kind.literal_value for kind in signature.args[:2])
+            row, o, start, length, at, column, ahead = (
+                context.cast(builder, args[n], kinds[n], types.intp) for n in (3, 5, 6, 7, 9, 10, 12))
+            step, total, ready, dot = flavour(kinds[2].dtype, kinds[4].dtype)
+            xs, weights, places = ([element(context, builder, kinds[n], args[n], [builder.add(i, i64(r)), k])
+                                    for r in range(count)] for n, i, k, count in
+                                   ((2, row, start, rows), (4, o, start, outs), (8, at, column, rows)))
+            size = context.get_abi_sizeof(context.get_data_type(kinds[4].dtype))
+            first = builder.bitcast(weights[0], i8.as_pointer())
+            zero = ir.Constant(vector(total), None)
+            totals = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * outs)]
+
+            def add_up(index, part=None):
+                ws = [ready(builder, loaded(builder, builder.gep(w, [index]), step, part)) for w in weights]
+                for r in range(rows):
+                    values = loaded(builder, builder.gep(xs[r], [index]), step, part)
+                    for w, place in zip(ws, totals[r * outs:]):
+                        builder.store(dot(builder, builder.load(place), values, w), place)
+
+            whole = builder.udiv(length, i64(step))
+            with cgutils.for_range(builder, whole) as loop:
+                index = builder.mul(loop.index, i64(step))
+                line = builder.add(ahead, builder.mul(index, i64(outs * size)))
+                for n in range(outs):  # one after another, as memory likes it
+                    fetched(builder, builder.gep(first, [builder.add(line, i64(n * step * size))]))
+                add_up(index)
+            index = builder.mul(whole, i64(step))
+            rest = builder.sub(length, index)
+            with builder.if_then(builder.icmp_signed(">", rest, i64(0)), likely=False):
+                add_up(index, rest)
+            found = summed(builder, [builder.load(place) for place in totals])
+            for r, place in enumerate(places):
+                mask = ir.Constant(vector(i32, outs), list(range(r * outs, (r + 1) * outs)))
+                own = builder.shuffle_vector(found, found, mask)
+                before = loaded(builder, place, outs)
+                own = builder.fadd(own, builder.select(args[11], before, ir.Constant(before.type, None)))
+                builder.store(own, builder.bitcast(place, own.type.as_pointer())).align = 4
+            return context.get_dummy_value()
+        return types.void(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead), code
+
+    @intrinsic(prefer_literal=True)
+    def outer(typing_context, rows, x, row, weight, column, out, add):
+        def code(context, builder, signature, args):
+            kinds, rows = signature.args, signature.args[0].literal_value
+            row, column = (context.cast(builder, args[n], kinds[n], types.intp) for n in (2, 4))
+            K = cgutils.unpack_tuple(builder, context.make_array(kinds[3])(context, builder, args[3]).shape)[0]
+            places = [[element(context, builder, kinds[5], args[5],
+                               [builder.add(row, i64(r)), builder.add(column, i64(n * lanes))]) for n in range(outs)]
+                      for r in range(rows)]
+            zero = ir.Constant(vector(f32), None)
+            totals = [[cgutils.alloca_once_value(builder, builder.select(args[6], loaded(builder, place, lanes), zero))
+                       for place in own] for own in places]
+            with cgutils.for_range(builder, K) as loop:
+                ws = [loaded(builder, element(context, builder, kinds[3], args[3], [
+                    loop.index, builder.add(column, i64(n * lanes))]), lanes) for n in range(outs)]
+                for r, own in enumerate(totals):
+                    number = builder.load(element(context, builder, kinds[1], args[1],
+                                                  [builder.add(row, i64(r)), loop.index]))
+                    lane = builder.insert_element(ir.Constant(vector(f32), ir.Undefined), number, i32(0))
+                    spread = builder.shuffle_vector(lane, lane, constant(vector(i32), 0))
+                    for w, total in zip(ws, own):
+                        builder.store(fused(builder, builder.load(total), spread, w), total)
+            for own, total in zip(itertools.chain(*places), itertools.chain(*totals)):
+                value = builder.load(total)
+                builder.store(value, builder.bitcast(own, value.type.as_pointer())).align = 4
+            return context.get_dummy_value()
+        return types.void(rows, x, row, weight, column, out, add), code
+
+    return {"_widen": widen, "_as": as_stored, "_as_float": as_float, "_fetch": fetch, "_tile": tile,
+            "ROWS": rows, "OUTS": outs, "COLUMNS": outs * lanes, "_outer": outer}
 
 
 def as_array(tensor):
@@ -323,35 +737,37 @@ def onednn_multiplies(dtype):
 class Linear(nn.Module):
     """A projection: x (..., in) times weight (out, in) transposed, plus bias (out) or nothing: (..., out).
 
-    weight is float32, 16 bits or int8; int8 rows are multiplied by scale (out), see `quantize`. The only place that
-    multiplies by a weight matrix. On a CPU few rows go to our kernel, and give float32; more go to oneDNN, which is
-    faster than the BLAS behind F.linear, and give the dtype they are multiplied in. packed: a copy of the weight in
-    oneDNN's blocked layout, which spares it a reordering in every product.
+    weight is float32, 16 bits or int8; int8 rows are multiplied by scale (out), see `quantize`. On a CPU our kernel
+    multiplies, and gives float32; where it can't, oneDNN does, which is faster than the BLAS behind F.linear, and
+    gives the dtype that it multiplies in.
     """
 
     def __init__(self, n_in, n_out, bias=True):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(n_out), requires_grad=False) if bias else None
-        self.scale = self.packed = None
+        self.scale = None
 
     @functools.cached_property
     def arrays(self):
-        """weight, scale and bias as the kernels take them."""
-        return tuple(map(as_array, (self.weight, self.scale, self.bias)))
+        """weight, scale, bias and the dtype of activations, as the kernels take them."""
+        n_out = self.weight.shape[0]
+        scale = np.ones(n_out, np.float32) if self.scale is None else as_array(self.scale)
+        bias = np.zeros(n_out, np.float32) if self.bias is None else as_array(self.bias)
+        return as_array(self.weight), scale, bias, activations_like(self.weight)
 
     def takes(self, rows):
         """Whether our kernel is the one to multiply so many rows on the CPU."""
-        return rows <= (FEW_ROWS if self.packed is None else FEW_ROWS_PACKED) and cpu_kernels() is not None
+        return cpu_kernels() is not None and (rows <= MANY_ROWS or "avx512f" in processor_features())
 
     def forward(self, x):
         (n_out, n_in), lead = self.weight.shape, x.shape[:-1]
         rows = x.numel() // n_in
         if x.is_cpu and x.dtype == torch.float32 and self.takes(rows):
             out = torch.empty(rows, n_out)
-            cpu_kernels().multiply(x.reshape(rows, n_in).contiguous(), *self.arrays, out, False)
+            cpu_kernels().project(x.reshape(rows, n_in).contiguous(), self.arrays, out, False, False)
             return out.view(*lead, n_out)
-        weight = self.packed if self.packed is not None else self.wide()
+        weight = self.wide()
         x, bias = x.to(weight.dtype), self.bias if self.bias is None else self.bias.to(weight.dtype)
         if x.is_cpu and onednn_multiplies(weight.dtype):
             return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -364,12 +780,6 @@ class Linear(nn.Module):
             return self.weight
         fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() and onednn_multiplies(torch.bfloat16)
         return (self.weight * self.scale[:, None]).to(torch.bfloat16 if fast else torch.float32)
-
-    def pack(self):
-        weight = self.wide()
-        if self.packed is None and weight.is_cpu and onednn_multiplies(weight.dtype):
-            many_rows = 1024  # for one row oneDNN would choose the plain layout
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), many_rows)
 
     def quantize(self):
         """float32 to int8, symmetric, a scale for each output channel: an error of at most 1/254 of its largest."""
@@ -421,26 +831,30 @@ class Block(nn.Module):
 
     def forward(self, x, kv):
         if x.is_cpu and self.attn.c_attn.takes(x.shape[0] * x.shape[1]) and self.mlp.act is ACTIVATIONS["gelu_new"]:
-            return self.forward_few(x, kv)
+            return self.forward_fused(x, kv)
         x = x + self.attn(self.ln_1(x), kv)
         return x + self.mlp(self.ln_2(x))
 
-    def forward_few(self, x, kv):
-        """The same in three calls of our kernels, for a few rows on the CPU."""
-        B, T, C = x.shape
-        qkv, x, attn = torch.empty(B, T, 3 * C), x.clone(memory_format=torch.contiguous_format), self.attn
-        norm_1, norm_2, eps = self.norms
-        cpu_kernels().begin(x.view(B * T, C), norm_1, eps, attn.c_attn.arrays, qkv.view(B * T, 3 * C))
-        attended = attn.attend(qkv, kv).view(B * T, C)
-        cpu_kernels().end(x.view(B * T, C), attended, attn.c_proj.arrays, norm_2, eps, self.mlp.c_fc.arrays,
-                          self.mlp.c_proj.arrays)
+    def forward_fused(self, x, kv):
+        """The same through our kernels: one call where they reach keys and values, else one before and one behind."""
+        (B, T, C), attn = x.shape, self.attn
+        x = x.clone(memory_format=torch.contiguous_format)
+        rows, (begin, end), inner = x.view(B * T, C), self.arrays, self.mlp.c_fc.weight.shape[0]
+        if kv.pages:
+            room = kv.workspace(B * T * (5 * C + inner))
+            cpu_kernels().block(rows, *begin, kv.pages, attn.layer, np.float32(attn.scale), *end, room)
+        else:
+            y, qkv, h = torch.empty(B * T, C), torch.empty(B, T, 3 * C), torch.empty(B * T, inner)
+            cpu_kernels().begin(rows, *begin, y, qkv.view(B * T, 3 * C))
+            cpu_kernels().end(rows, attn.attend(qkv, kv).view(B * T, C), *end, y, h)
         return x
 
     @functools.cached_property
-    def norms(self):
-        """(weight, bias) of ln_1 and of ln_2, and their epsilon, as the kernels take them."""
-        pairs = [(as_array(norm.weight), as_array(norm.bias)) for norm in (self.ln_1, self.ln_2)]
-        return *pairs, np.float32(self.ln_1.eps)
+    def arrays(self):
+        """What the kernels take of this block: ln_1, c_attn; c_proj, ln_2, c_fc, c_proj."""
+        norms = [(as_array(norm.weight), as_array(norm.bias), np.float32(norm.eps)) for norm in (self.ln_1, self.ln_2)]
+        attn, mlp = self.attn, self.mlp
+        return ((norms[0], attn.c_attn.arrays), (attn.c_proj.arrays, norms[1], mlp.c_fc.arrays, mlp.c_proj.arrays))
 
 
 class GPT2(nn.Module):
@@ -465,11 +879,6 @@ class GPT2(nn.Module):
     def new_kv(self):
         """An empty place for keys and values, to be handed to `forward` step after step."""
         return Recompute()
-
-    def pack_weights(self):
-        """Batches of 4 to 64 rows run 1.4 to 2 times as fast, for a second copy of the weights in memory."""
-        for linear in self.linears():
-            linear.pack()
 
     def quantize(self):
         """All matrices to int8 (weights only), the head with its tied embedding included."""
@@ -558,7 +967,7 @@ def check_positions(last, limit):
 class Recompute:
     """Nowhere: keys and values are used once and forgotten, so every step is given all tokens again."""
 
-    length = 0
+    length, pages = 0, None  # pages: keys and values as the kernels reach them; see `_attend`
 
     def reserve(self, B, T, limit):
         """Make room for T more tokens a row; raises UserError beyond `limit`. -> positions (B, T)."""
@@ -581,6 +990,8 @@ class Recompute:
 
 class GrowingKV:
     """One tensor a layer for keys and one for values, made anew a little longer at each step."""
+
+    pages = None
 
     def __init__(self, n_layers):
         self.layers = [None] * n_layers                              # each (k, v), both (B, H, S, D)
@@ -645,10 +1056,22 @@ class PagedKVCache:
         self.key_of = {}                                             # page -> key
         self.unused = {}                                             # known pages that no table holds, oldest first
         self.numbers = itertools.count(1)                            # never used twice: an evicted page's is no parent
-        self.has_kernel = self.k.is_cpu and dtype == torch.float32 and cpu_kernels() is not None
+        self.has_kernel = self.k.is_cpu and cpu_kernels() is not None
+        self.room = np.empty(0, np.float32)
         self.hidden = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=device).triu(1)
         # Scores of one query over the whole pool; more queries grow it once, so a decode step allocates nothing.
-        self.scratch = torch.empty(n_heads * shape[2], dtype=dtype, device=device)
+        self.scratch = torch.empty(n_heads * shape[2], dtype=torch.float32 if self.k.is_cpu else dtype, device=device)
+
+    @functools.cached_property
+    def arrays(self):
+        """Keys and values as the kernels take them."""
+        return as_array(self.k), as_array(self.v)
+
+    def workspace(self, size):
+        """Memory for `size` numbers between a block's operators, kept: taken anew, it would be zeroed page by page."""
+        if self.room.size < size:
+            self.room = _aligned(1, size, self.room)[0]
+        return self.room
 
     @property
     def free_pages(self):
@@ -746,13 +1169,14 @@ class PagedKVCache:
             scores = self._scores(H, T, S)
             parts = scores.split([count for _, count in runs], dim=-1)
             for part, (first, count) in zip(parts, runs):
-                torch.baddbmm(part, q, k[:, first:first + count].transpose(1, 2), beta=0, alpha=scale, out=part)
+                keys = k[:, first:first + count].to(q.dtype).transpose(1, 2)
+                torch.baddbmm(part, q, keys, beta=0, alpha=scale, out=part)
             if T > 1:
                 scores[..., S - T:].masked_fill_(self.hidden[:T, :T], -math.inf)
             torch.softmax(scores, dim=-1, out=scores)
             out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
             for part, (first, count) in zip(parts, runs):
-                out.baddbmm_(part, v[:, first:first + count])
+                out.baddbmm_(part, v[:, first:first + count].to(q.dtype))
             return out
 
     def _scores(self, H, T, S):
@@ -843,6 +1267,10 @@ class PagedKV:
 
     def __init__(self, cache, tables=None, counts=None):
         self.cache, self.tables, self.counts, self.use_kernel = cache, tables, counts, cache.has_kernel
+        self.pages = None                                            # as the kernels reach them; see `_attend`
+
+    def workspace(self, size):
+        return self.cache.workspace(size)
 
     @property
     def length(self):
@@ -869,38 +1297,33 @@ class PagedKV:
         size, device = self.cache.page_size, self.cache.k.device
         lengths = [table.length for table in self.tables]
         positions = [torch.arange(length, length + count) for length, count in zip(lengths, self.new)]
-        # The leading rows of one new token each go to the kernel, together; the others row by row.
-        self.single = 0
         if self.use_kernel:
-            self.single = next((i for i, count in enumerate(self.new) if count > 1), len(self.new))
-            pages = [table.pages for table in self.tables[:self.single]]
-            self.single_pages = np.zeros((self.single, max(map(len, pages), default=0)), np.int64)
-            for row, ids in enumerate(pages):
-                self.single_pages[row, :len(ids)] = ids
-            self.single_lengths = np.array(lengths[:self.single])
-        rest = range(self.single, len(self.tables))
-        self.reads = [self.cache.runs(self.tables[i].pages, lengths[i] + self.new[i]) for i in rest]
-        if rest:
-            first, count = self.reads[0][-1]
-            if len(rest) == 1 and self.new[-1] <= count:  # one piece: written as a slice
-                self.writes = first + count - self.new[-1], self.new[-1]
-            else:
-                self.writes = torch.cat([torch.tensor(self.tables[i].pages)[positions[i] // size] * size
-                                         + positions[i] % size for i in rest]).to(device)
+            tables = np.zeros((len(self.tables), max(len(table.pages) for table in self.tables)), np.int64)
+            for row, table in enumerate(self.tables):
+                tables[row, :len(table.pages)] = table.pages
+            self.pages = *self.cache.arrays, tables, np.array(lengths), np.array(self.new), size
+            return torch.cat(positions)
+        self.reads = [self.cache.runs(table.pages, table.length + count) for table, count in zip(self.tables, self.new)]
+        first, count = self.reads[0][-1]
+        if len(self.tables) == 1 and self.new[0] <= count:  # one piece: written as a slice
+            self.writes = first + count - self.new[0], self.new[0]
+        else:
+            self.writes = torch.cat([torch.tensor(table.pages)[at // size] * size + at % size
+                                     for table, at in zip(self.tables, positions)]).to(device)
         return torch.cat(positions)
 
     def attend(self, layer, q, k, v, scale):
         B, H, T, D = q.shape
-        n, cache, dtype = self.single, self.cache, q.dtype
-        q, k, v = (x.transpose(1, 2).reshape(B * T, H, D).to(cache.k.dtype) for x in (q, k, v))  # rows end to end
-        out = torch.empty(B * T, H, D, dtype=q.dtype, device=q.device)
-        if n:
-            cpu_kernels().attend(q[:n], k[:n], v[:n], cache.k[layer], cache.v[layer], self.single_pages,
-                                 self.single_lengths, cache.page_size, np.float32(scale), out[:n])
-        if self.reads:
-            q, k, v = (x[n:].transpose(0, 1) for x in (q, k, v))                       # (H, N, D)
-            cache.write(layer, self.writes, k, v)
-            for rows, row_q, runs in zip(out[n:].split(self.new[n:]), q.split(self.new[n:], dim=1), self.reads):
+        cache, dtype = self.cache, q.dtype
+        q, k, v = (x.transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))              # rows end to end
+        out = torch.empty_like(q)
+        if self.pages:
+            cpu_kernels().attend(torch.stack([q, k, v], 1).float(), self.pages, layer, np.float32(scale), out)
+        else:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))                               # (H, N, D)
+            cache.write(layer, self.writes, k.to(cache.k.dtype), v.to(cache.v.dtype))
+            q = q.to(cache.scratch.dtype)
+            for rows, row_q, runs in zip(out.split(self.new), q.split(self.new, dim=1), self.reads):
                 rows.copy_(cache.attend(layer, row_q, runs, scale).transpose(0, 1))
         return out.view(B, T, H, D).transpose(1, 2).to(dtype)
 
@@ -929,11 +1352,13 @@ class GPT2Paged(GPT2):
 
     @functools.cached_property
     def cache(self):
-        """The pool, made at first use, where the weights are. On a CPU in float32, whatever the weights' dtype:
-        attention is a small part of the bytes, and in float16 its scores would overflow."""
+        """The pool, made at first use, where the weights are, and in their dtype: bfloat16 for int8, and float32 where
+        torch is to attend on a CPU."""
         c, weight = self.config, self.wte.weight
-        return PagedKVCache(c.n_layer, c.n_head, c.head_dim, self.page_size, self.max_pages,
-                            torch.float32 if weight.is_cpu else weight.dtype, weight.device)
+        dtype = torch.bfloat16 if weight.dtype == torch.int8 else weight.dtype
+        if weight.is_cpu and cpu_kernels() is None:
+            dtype = torch.float32
+        return PagedKVCache(c.n_layer, c.n_head, c.head_dim, self.page_size, self.max_pages, dtype, weight.device)
 
     def new_kv(self, tables=None, counts=None):
         """A place for new sequences, or for those of `tables`, which bring `counts` new tokens each; see PagedKV."""
@@ -1004,7 +1429,8 @@ def room(shape, dtype, device):
     if torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     dtype = dtype if len(shape) > 1 else torch.float32
-    return torch.from_numpy(np.empty((*shape, dtype.itemsize), np.uint8)).view(dtype)[..., 0]
+    raw = _aligned(1, math.prod(shape) * dtype.itemsize, np.empty(0, np.uint8))[0]
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def empty_model(variant, config, name, options):
@@ -1026,7 +1452,7 @@ def share_weights(model, variant, **options):
     """The same model as another class, on the same tensors in memory."""
     other = with_weights(empty_model(variant, model.config, model.name, options), model.state_dict(keep_vars=True))
     for ours, theirs in zip(other.linears(), model.linears()):
-        ours.scale, ours.packed = theirs.scale, theirs.packed
+        ours.scale = theirs.scale
     return other
 
 
@@ -1793,8 +2219,6 @@ class Runner:
     ahead, prefill_chunk = 0, 128
 
     def __init__(self, model, max_batch_size):
-        if max_batch_size > FEW_ROWS_PACKED:
-            model.pack_weights()
         self.model = model
 
     def launch(self, rows, plain=True):
@@ -2305,52 +2729,41 @@ def read_bandwidth():
     return data.nbytes / min(seconds)
 
 
-@contextlib.contextmanager
-def timed_kernels():
-    """Seconds that the CPU kernels take inside the context, by name: {"begin": ..., "attend": ...}."""
-    kernels, seconds = cpu_kernels(), collections.Counter()
-    plain = dict(vars(kernels)) if kernels else {}
+def median_seconds(function, runs=15):
+    """The median of some calls, after one that is not counted."""
+    function()
+    marks = [time.perf_counter()]
+    for _ in range(runs):
+        function()
+        marks.append(time.perf_counter())
+    return statistics.median(np.diff(marks))
 
-    def timed(name, kernel):
-        def run(*args):
-            start = time.perf_counter()
-            kernel(*args)
-            seconds[name] += time.perf_counter() - start
-        return run
 
-    for name, kernel in plain.items():
-        setattr(kernels, name, timed(name, kernel))
-    try:
-        yield seconds
-    finally:
-        for name, kernel in plain.items():
-            setattr(kernels, name, kernel)
+def step_parts(model, prompt):
+    """ms of what a decode step does after a prompt, each part by itself."""
+    inputs = [(linear, torch.randn(1, linear.weight.shape[1])) for linear in model.linears()]
+    c, kv, request = model.config, model.new_kv(), Request(prompt, greedy(1))
+    q, logits = torch.randn(1, c.n_head, 1, c.head_dim), model(torch.tensor([prompt]), kv)[0, -1:]
+    kv.reserve(1, 1, c.n_positions)
+    parts = {"products": lambda: [linear(x) for linear, x in inputs],
+             "attention": lambda: [kv.attend(layer, q, q, q, 1.0) for layer in range(c.n_layer)],
+             "sampling": lambda: sample(logits, [request])}
+    parts = {name: 1e3 * median_seconds(part) for name, part in parts.items()}
+    kv.release()
+    return parts
 
 
 def bench_bandwidth(models, args):
     """What a decode step costs and what on, against its floor: every weight is read once."""
     weights, ceiling, rows = weight_bytes(models["paged"]), read_bandwidth(), []
-    prompt, tokens = load_tokenizer().encode_ordinary(SENTENCE), 30
+    prompt = load_tokenizer().encode_ordinary(SENTENCE)
     for name in ("cached", "paged"):
-        model = models[name]
-        step = statistics.median(time_generation(model, prompt, tokens)[1])
-        with timed_kernels() as seconds:
-            kv, ids = model.new_kv(), torch.tensor([[0]])
-            start = time.perf_counter()
-            for _ in range(tokens):
-                logits = model(ids, kv)[0]
-            forward = (time.perf_counter() - start) / tokens
-            kv.release()
-        start = time.perf_counter()
-        for _ in range(tokens):
-            sample(logits, [Request(prompt, greedy(1))])
-        sampling = (time.perf_counter() - start) / tokens
-        attention, kernels = seconds["attend"] / tokens, seconds.total() / tokens
+        step = statistics.median(time_generation(models[name], prompt, 30)[1])
+        parts = step_parts(models[name], prompt)
         rows.append({"variant": LABELS[name], "weights MB": weights / 1e6, "memory GB/s": ceiling / 1e9,
                      "floor ms": 1e3 * weights / ceiling, "ms a token": 1e3 * step,
-                     "share of memory": weights / step / ceiling,
-                     "products": 1e3 * (kernels - attention), "attention kernel": 1e3 * attention,
-                     "sampling": 1e3 * sampling, "Python, small operators": 1e3 * (forward - kernels)})
+                     "share of memory": weights / step / ceiling, **parts,
+                     "rest": max(0.0, 1e3 * step - sum(parts.values()))})
     return rows
 
 
