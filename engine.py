@@ -248,21 +248,21 @@ def _end(x, attended, proj, norm, fc, proj_2, y, h):
     _project(h, proj_2, x, True, False)
 
 
-def _attend_one(q, k, v, pool_k, pool_v, tables, lengths, page_size, scale, out):
+def _attend_one(qkv, pool_k, pool_v, tables, lengths, page_size, scale, out):
     """Store and attend one new token a row, page by page with an online softmax (Milakov & Gimelshein 2018).
 
-    q, k, v, out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens stored before.
+    qkv (N, 3, H, D); out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens stored before.
     """
-    N, H, D = q.shape
+    N, _, H, D = qkv.shape
     for task in prange(N * H):
         row, head = task // H, task % H
         S = lengths[row] + 1
         slot = tables[row, lengths[row] // page_size] * page_size + lengths[row] % page_size
         query, acc, scores = np.empty(D, np.float32), np.zeros(D, np.float32), np.empty(page_size, np.float32)
         for d in range(D):
-            query[d] = q[row, head, d] * scale
-            pool_k[head, slot, d] = _as(k[row, head, d], pool_k)
-            pool_v[head, slot, d] = _as(v[row, head, d], pool_v)
+            query[d] = qkv[row, 0, head, d] * scale
+            pool_k[head, slot, d] = _as(qkv[row, 1, head, d], pool_k)
+            pool_v[head, slot, d] = _as(qkv[row, 2, head, d], pool_v)
         m_i, l_i = np.float32(-np.inf), np.float32(0)             # running maximum and sum of exp(score - m_i)
         pages = (S + page_size - 1) // page_size
         for page in range(pages):
@@ -307,22 +307,22 @@ def _outer_products(x, weight, out, add):
                 row += 1
 
 
-def _attend_block(q, first, n, head, keys_of, values_of, table, before, page_size, scale, out):
+def _attend_block(qkv, first, n, head, keys_of, values_of, table, before, page_size, scale, out):
     """Attention of n queries of a head, `first` and on, that stand behind `before` tokens (Dao et al. 2022).
 
     keys_of, values_of (slots, D). Scores stand as (key, query), so what is done to one is done to all queries at once.
     """
-    D = q.shape[2]
+    D = qkv.shape[3]
     width = (D + COLUMNS - 1) // COLUMNS * COLUMNS
-    queries, keys, scores = _aligned(D, QUERIES, q), _aligned(KEYS, D, q), _aligned(KEYS, QUERIES, q)
-    values, acc, state = _aligned(KEYS, width, q), _aligned(QUERIES, width, q), _aligned(3, QUERIES, q)
+    queries, keys, scores = _aligned(D, QUERIES, qkv), _aligned(KEYS, D, qkv), _aligned(KEYS, QUERIES, qkv)
+    values, acc, state = _aligned(KEYS, width, qkv), _aligned(QUERIES, width, qkv), _aligned(3, QUERIES, qkv)
     m_i, l_i, m_new = state[0], state[1], state[2]                   # running maximum, sum of exp(score - m_i)
     for t in range(QUERIES):
         m_i[t], l_i[t] = -np.inf, ZERO
         for d in range(width):
             acc[t, d] = ZERO
         for d in range(D):
-            queries[d, t] = q[first + t, head, d] * scale if t < n else ZERO
+            queries[d, t] = qkv[first + t, 0, head, d] * scale if t < n else ZERO
     for j in range(KEYS):
         for d in range(D, width):
             values[j, d] = ZERO
@@ -360,19 +360,20 @@ def _attend_block(q, first, n, head, keys_of, values_of, table, before, page_siz
             out[first + t, head, d] = acc[t, d] / l_i[t]
 
 
-def _attend_many(q, k, v, pool_k, pool_v, table, stored, page_size, scale, out):
-    """The same for T new tokens of one row, QUERIES of a head at a time. q, k, v, out (T, H, D); table (P)."""
-    T, H, D = q.shape
+def _attend_many(qkv, pool_k, pool_v, table, stored, page_size, scale, out):
+    """The same for T new tokens of one row, QUERIES of a head at a time. qkv (T, 3, H, D); out (T, H, D); table (P)."""
+    T, _, H, D = qkv.shape
     for head in prange(H):
         for t in range(T):
             slot = table[(stored + t) // page_size] * page_size + (stored + t) % page_size
             for d in range(D):
-                pool_k[head, slot, d] = _as(k[t, head, d], pool_k)
-                pool_v[head, slot, d] = _as(v[t, head, d], pool_v)
+                pool_k[head, slot, d] = _as(qkv[t, 1, head, d], pool_k)
+            for d in range(D):
+                pool_v[head, slot, d] = _as(qkv[t, 2, head, d], pool_v)
     blocks = (T + QUERIES - 1) // QUERIES
     for task in prange(H * blocks):
         head, first = task // blocks, task % blocks * QUERIES
-        _attend_block(q, first, min(QUERIES, T - first), head, pool_k[head], pool_v[head], table, stored + first,
+        _attend_block(qkv, first, min(QUERIES, T - first), head, pool_k[head], pool_v[head], table, stored + first,
                       page_size, scale, out)
 
 
@@ -382,18 +383,16 @@ def _attend(qkv, pages, layer, scale, out):
     pages: the pools (L, H, slots, D), tables (B, P), how many tokens each row stores (B) and brings (B), page size.
     """
     pool_k, pool_v, tables, lengths, counts, page_size = pages
-    q, k, v = qkv[:, 0], qkv[:, 1], qkv[:, 2]
     single = 0                                                       # rows of one token, which come first
     while single < len(counts) and counts[single] == 1:
         single += 1
     if single:
-        _attend_one(q[:single], k[:single], v[:single], pool_k[layer], pool_v[layer], tables, lengths, page_size,
-                    scale, out[:single])
+        _attend_one(qkv[:single], pool_k[layer], pool_v[layer], tables, lengths, page_size, scale, out[:single])
     at = single
     for row in range(single, len(counts)):
         end = at + counts[row]
-        _attend_many(q[at:end], k[at:end], v[at:end], pool_k[layer], pool_v[layer], tables[row], lengths[row],
-                     page_size, scale, out[at:end])
+        _attend_many(qkv[at:end], pool_k[layer], pool_v[layer], tables[row], lengths[row], page_size, scale,
+                     out[at:end])
         at = end
 
 
