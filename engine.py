@@ -81,9 +81,10 @@ prange = range
 ROWS, OUTS, COLUMNS = 4, 4, 64
 
 
-def _tile(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead):
+def _tile(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
     """sums[at + r, column + i] = (or +=, if add) the sum over `length` numbers from `start` of x[row + r] times
-    weight[o + i], for `rows` r and `outs` i (constants). Fetches as many weights from `ahead` bytes behind them."""
+    weight[o + i], for `rows` r and `outs` i (constants). Fetches `fetch` times a row's weights
+    from `ahead` bytes behind them."""
 
 
 def _outer(rows, x, row, weight, column, out, add):
@@ -168,21 +169,24 @@ def _scaled(x, like):
 def _tiles(x, row, rows, weight, o, outs, length, span, sums, column):
     """sums[:rows, column:column + outs] = x[row:row + rows] times weight[o:o + outs] transposed, over the first
     `length` numbers of each, of which a tile takes `span` at a time."""
-    ahead = OUTS * weight.shape[1] * weight.itemsize
+    # The weights of the next tiles are fetched in equal shares: all at once, they would stop the sums.
+    part = OUTS // min(OUTS, max(1, rows // ROWS))
     for start in range(0, length, span):
         count, i = min(span, length - start), 0
         while i < outs:
             wide, r = i + OUTS <= outs, 0
             while r < rows:
-                tall, fetch = r + ROWS <= rows, 0 if r else ahead
+                tall, share = r + ROWS <= rows, r // ROWS * part
+                fetch = part if r % ROWS == 0 and share < OUTS else 0
+                ahead = (OUTS * weight.shape[1] + share * count) * weight.itemsize
                 if wide and tall:
-                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, fetch)
+                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
                 elif wide:
-                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, fetch)
+                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
                 elif tall:
-                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, fetch)
+                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
                 else:
-                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, fetch)
+                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
                 r += ROWS if tall else 1
             i += OUTS if wide else 1
 
@@ -608,11 +612,11 @@ def intrinsics():
         return totals[0] if totals[0].type.element == f32 else builder.sitofp(totals[0], vector(f32))
 
     @intrinsic(prefer_literal=True)
-    def tile(typing_context, rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead):
+    def tile(typing_context, rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
         def code(context, builder, signature, args):
             kinds, (rows, outs) = signature.args, (kind.literal_value for kind in signature.args[:2])
-            row, o, start, length, at, column, ahead = (
-                context.cast(builder, args[n], kinds[n], types.intp) for n in (3, 5, 6, 7, 9, 10, 12))
+            row, o, start, length, at, column, ahead, fetch = (
+                context.cast(builder, args[n], kinds[n], types.intp) for n in (3, 5, 6, 7, 9, 10, 12, 13))
             step, total, ready, dot = flavour(kinds[2].dtype, kinds[4].dtype)
             xs, weights, places = ([element(context, builder, kinds[n], args[n], [builder.add(i, i64(r)), k])
                                     for r in range(count)] for n, i, k, count in
@@ -632,9 +636,9 @@ def intrinsics():
             whole = builder.udiv(length, i64(step))
             with cgutils.for_range(builder, whole) as loop:
                 index = builder.mul(loop.index, i64(step))
-                line = builder.add(ahead, builder.mul(index, i64(outs * size)))
-                for n in range(outs):  # one after another, as memory likes it
-                    fetched(builder, builder.gep(first, [builder.add(line, i64(n * step * size))]))
+                line = builder.add(ahead, builder.mul(builder.mul(index, fetch), i64(size)))
+                with cgutils.for_range(builder, fetch) as line_of:  # one after another, as memory likes it
+                    fetched(builder, builder.gep(first, [builder.add(line, builder.mul(line_of.index, i64(step * size)))]))
                 add_up(index)
             index = builder.mul(whole, i64(step))
             rest = builder.sub(length, index)
@@ -648,7 +652,7 @@ def intrinsics():
                 own = builder.fadd(own, builder.select(args[11], before, ir.Constant(before.type, None)))
                 builder.store(own, builder.bitcast(place, own.type.as_pointer())).align = 4
             return context.get_dummy_value()
-        return types.void(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead), code
+        return types.void(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch), code
 
     @intrinsic(prefer_literal=True)
     def outer(typing_context, rows, x, row, weight, column, out, add):
