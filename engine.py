@@ -73,6 +73,7 @@ class OutOfPages(UserError):
 BLOCK = 64       # outputs that a task computes
 PANEL = 128      # rows that it multiplies while their weights are in the first cache
 SPAN = 3072      # bytes of a row that a tile sums up at a time where rows are many: those of OUTS fit the first cache
+AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
 QUERIES, KEYS = 128, 64  # of a prompt, that a task attends at a time
 MANY_ROWS = 64   # beyond which torch multiplies, on a processor without AVX-512
 
@@ -169,18 +170,22 @@ def _scaled(x, like):
 def _tiles(x, row, rows, weight, o, outs, length, span, sums, column):
     """sums[:rows, column:column + outs] = x[row:row + rows] times weight[o:o + outs] transposed, over the first
     `length` numbers of each, of which a tile takes `span` at a time."""
-    # The weights of the next tiles are fetched in equal shares: all at once, they would stop the sums.
+    # The weights of the next tiles are fetched in equal shares: all at once, they would stop the sums. A row by itself
+    # takes one output after another, as memory is read fastest.
     part = OUTS // min(OUTS, max(1, rows // ROWS))
     for start in range(0, length, span):
         count, i = min(span, length - start), 0
         while i < outs:
-            wide, r = i + OUTS <= outs, 0
+            wide, r = rows > 1 and i + OUTS <= outs, 0
             while r < rows:
                 tall, share = r + ROWS <= rows, r // ROWS * part
-                fetch = part if r % ROWS == 0 and share < OUTS else 0
-                ahead = (OUTS * weight.shape[1] + share * count) * weight.itemsize
+                fetch, ahead = 0 if r else 1, AHEAD
+                if wide:
+                    fetch = part if r % ROWS == 0 and share < OUTS else 0
+                    ahead = (OUTS * weight.shape[1] + share * count) * weight.itemsize
                 if wide and tall:
-                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
+                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead,
+                          fetch)
                 elif wide:
                     _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
                 elif tall:
@@ -637,8 +642,9 @@ def intrinsics():
             with cgutils.for_range(builder, whole) as loop:
                 index = builder.mul(loop.index, i64(step))
                 line = builder.add(ahead, builder.mul(builder.mul(index, fetch), i64(size)))
-                with cgutils.for_range(builder, fetch) as line_of:  # one after another, as memory likes it
-                    fetched(builder, builder.gep(first, [builder.add(line, builder.mul(line_of.index, i64(step * size)))]))
+                with cgutils.for_range(builder, fetch) as nth:       # one after another, as memory likes it
+                    further = builder.mul(nth.index, i64(step * size))
+                    fetched(builder, builder.gep(first, [builder.add(line, further)]))
                 add_up(index)
             index = builder.mul(whole, i64(step))
             rest = builder.sub(length, index)
@@ -737,6 +743,12 @@ def onednn_multiplies(dtype):
     return True
 
 
+def takes(x, rows):
+    """Whether our kernels are the ones for so many rows of activations x."""
+    return (x.is_cpu and x.dtype == torch.float32 and cpu_kernels() is not None
+            and (rows <= MANY_ROWS or "avx512f" in processor_features()))
+
+
 class Linear(nn.Module):
     """A projection: x (..., in) times weight (out, in) transposed, plus bias (out) or nothing: (..., out).
 
@@ -759,14 +771,10 @@ class Linear(nn.Module):
         bias = np.zeros(n_out, np.float32) if self.bias is None else as_array(self.bias)
         return as_array(self.weight), scale, bias, activations_like(self.weight)
 
-    def takes(self, rows):
-        """Whether our kernel is the one to multiply so many rows on the CPU."""
-        return cpu_kernels() is not None and (rows <= MANY_ROWS or "avx512f" in processor_features())
-
     def forward(self, x):
         (n_out, n_in), lead = self.weight.shape, x.shape[:-1]
         rows = x.numel() // n_in
-        if x.is_cpu and x.dtype == torch.float32 and self.takes(rows):
+        if takes(x, rows):
             out = torch.empty(rows, n_out)
             cpu_kernels().project(x.reshape(rows, n_in).contiguous(), self.arrays, out, False, False)
             return out.view(*lead, n_out)
@@ -833,31 +841,36 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, kv):
-        if x.is_cpu and self.attn.c_attn.takes(x.shape[0] * x.shape[1]) and self.mlp.act is ACTIVATIONS["gelu_new"]:
-            return self.forward_fused(x, kv)
+        """x (B, T, C), which may be written over -> what follows it (B, T, C)."""
+        if takes(x, x.shape[0] * x.shape[1]) and self.arrays:
+            return self.forward_fused(x.contiguous(), kv)
         x = x + self.attn(self.ln_1(x), kv)
         return x + self.mlp(self.ln_2(x))
 
     def forward_fused(self, x, kv):
         """The same through our kernels: one call where they reach keys and values, else one before and one behind."""
-        (B, T, C), attn = x.shape, self.attn
-        x = x.clone(memory_format=torch.contiguous_format)
-        rows, (begin, end), inner = x.view(B * T, C), self.arrays, self.mlp.c_fc.weight.shape[0]
+        (B, T, C), (begin, layer, scale, end, inner) = x.shape, self.arrays
+        rows = x.view(B * T, C)
         if kv.pages:
             room = kv.workspace(B * T * (5 * C + inner))
-            cpu_kernels().block(rows, *begin, kv.pages, attn.layer, np.float32(attn.scale), *end, room)
+            cpu_kernels().block(rows, *begin, kv.pages, layer, scale, *end, room)
         else:
             y, qkv, h = torch.empty(B * T, C), torch.empty(B, T, 3 * C), torch.empty(B * T, inner)
             cpu_kernels().begin(rows, *begin, y, qkv.view(B * T, 3 * C))
-            cpu_kernels().end(rows, attn.attend(qkv, kv).view(B * T, C), *end, y, h)
+            cpu_kernels().end(rows, self.attn.attend(qkv, kv).view(B * T, C), *end, y, h)
         return x
 
     @functools.cached_property
     def arrays(self):
-        """What the kernels take of this block: ln_1, c_attn; c_proj, ln_2, c_fc, c_proj."""
-        norms = [(as_array(norm.weight), as_array(norm.bias), np.float32(norm.eps)) for norm in (self.ln_1, self.ln_2)]
+        """What the kernels take of this block: (ln_1, c_attn), layer, scale, (c_proj, ln_2, c_fc, c_proj), and the
+        width of the hidden layer. None where they don't know its activation function. Kept, since to look a
+        module's parts up takes as long as a product with a few rows."""
         attn, mlp = self.attn, self.mlp
-        return ((norms[0], attn.c_attn.arrays), (attn.c_proj.arrays, norms[1], mlp.c_fc.arrays, mlp.c_proj.arrays))
+        if mlp.act is not ACTIVATIONS["gelu_new"]:
+            return None
+        norms = [(as_array(norm.weight), as_array(norm.bias), np.float32(norm.eps)) for norm in (self.ln_1, self.ln_2)]
+        return ((norms[0], attn.c_attn.arrays), attn.layer, np.float32(attn.scale),
+                (attn.c_proj.arrays, norms[1], mlp.c_fc.arrays, mlp.c_proj.arrays), len(mlp.c_fc.weight))
 
 
 class GPT2(nn.Module):
@@ -896,10 +909,11 @@ class GPT2(nn.Module):
 
     def embed(self, ids, position):
         """(B, T, C) of both (B, T). The stream of activations is float32 on a CPU, whatever the weights are."""
-        token, place = self.wte(ids), self.wpe(position)
+        weight = self.wte.weight
+        token, place = F.embedding(ids, weight), F.embedding(position, self.wpe.weight)
         if token.is_cpu:
             token, place = token.float(), place.float()
-        if self.wte.weight.dtype == torch.int8:
+        if weight.dtype == torch.int8:
             token *= self.lm_head.scale[ids][..., None]
         return token + place
 
@@ -930,8 +944,9 @@ def check_ids(ids, vocab_size):
     """ids must be whole numbers (B, T) of the vocabulary, at least one. Their values are looked at on the CPU only."""
     if ids.ndim != 2 or ids.numel() == 0 or ids.is_floating_point():
         raise UserError(f"ids must be whole numbers (B, T), at least 1, not {tuple(ids.shape)} of {ids.dtype}")
-    if ids.is_cpu and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise UserError(f"token ids must be from 0 to {vocab_size - 1}, not from {ids.min()} to {ids.max()}")
+    low, high = map(int, torch.aminmax(ids)) if ids.is_cpu else (0, 0)
+    if not 0 <= low <= high < vocab_size:
+        raise UserError(f"token ids must be from 0 to {vocab_size - 1}, not from {low} to {high}")
 
 
 QUERY_BLOCK = 128
@@ -1299,21 +1314,22 @@ class PagedKV:
         """Once a step, for all layers: where the new tokens go and what each row reads. -> positions (N)."""
         size, device = self.cache.page_size, self.cache.k.device
         lengths = [table.length for table in self.tables]
-        positions = [torch.arange(length, length + count) for length, count in zip(lengths, self.new)]
+        positions = torch.from_numpy(np.concatenate([np.arange(length, length + count)
+                                                     for length, count in zip(lengths, self.new)]))
         if self.use_kernel:
             tables = np.zeros((len(self.tables), max(len(table.pages) for table in self.tables)), np.int64)
             for row, table in enumerate(self.tables):
                 tables[row, :len(table.pages)] = table.pages
             self.pages = *self.cache.arrays, tables, np.array(lengths), np.array(self.new), size
-            return torch.cat(positions)
+            return positions
         self.reads = [self.cache.runs(table.pages, table.length + count) for table, count in zip(self.tables, self.new)]
         first, count = self.reads[0][-1]
         if len(self.tables) == 1 and self.new[0] <= count:  # one piece: written as a slice
             self.writes = first + count - self.new[0], self.new[0]
         else:
             self.writes = torch.cat([torch.tensor(table.pages)[at // size] * size + at % size
-                                     for table, at in zip(self.tables, positions)]).to(device)
-        return torch.cat(positions)
+                                     for table, at in zip(self.tables, positions.split(self.new))]).to(device)
+        return positions
 
     def attend(self, layer, q, k, v, scale):
         B, H, T, D = q.shape

