@@ -39,9 +39,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from types import SimpleNamespace
 
-# OpenMP's threads wait for each other by spinning, for long. Let them sleep after 3,000 turns: as fast on a quiet
+# OpenMP's threads wait for each other by spinning, for long. Let them sleep after 20,000 turns: as fast on a quiet
 # machine, and where another process takes a core 4 times slower instead of standing still. Read when torch is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import numpy as np
 import torch
