@@ -75,7 +75,8 @@ PANEL = 128      # rows that it multiplies while their weights are in the first 
 SPAN = 3072      # bytes of a row that a tile sums up at a time where rows are many: those of OUTS fit the first cache
 AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
 QUERIES, KEYS = 128, 64  # of a prompt, that a task attends at a time
-MANY_ROWS = 64   # beyond which torch multiplies, on a processor without AVX-512
+# Beyond so many rows torch multiplies on processors other than x86, some of which have a unit for it that it alone uses.
+MANY_ROWS = 64
 
 # What `intrinsics` binds to the machine's instructions; here is what they mean.
 prange = range
@@ -746,7 +747,7 @@ def onednn_multiplies(dtype):
 def takes(x, rows):
     """Whether our kernels are the ones for so many rows of activations x."""
     return (x.is_cpu and x.dtype == torch.float32 and cpu_kernels() is not None
-            and (rows <= MANY_ROWS or "avx512f" in processor_features()))
+            and (rows <= MANY_ROWS or "avx2" in processor_features()))
 
 
 class Linear(nn.Module):

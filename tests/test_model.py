@@ -1,6 +1,11 @@
 """Every variant against transformers, then against each other; pages that are short, scattered or shared."""
 
+import os
+import platform
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,6 +242,84 @@ def test_products_of_nan_and_of_huge_numbers(dtype):
     assert got[1].isnan().all() and got[0].isfinite().all()
     torch.testing.assert_close(got[2], (linear(x[2:] / 1e30)[0] - linear.bias) * 1e30, rtol=0.02, atol=1e28)
     assert not linear(torch.zeros(2, 40)).sub(linear.bias).any()
+
+
+PLAIN_PROCESSOR = """
+import torch
+import engine
+
+torch.manual_seed(0)
+assert "avx512f" not in engine.processor_features()
+for dtype in ("float32", "int8"):
+    linear = engine.Linear(150, 70)
+    linear.weight.data, linear.bias.data = torch.randn(70, 150), torch.randn(70)
+    if dtype == "int8":
+        linear.quantize()
+    weight = linear.weight.double() * (1 if linear.scale is None else linear.scale.double()[:, None])
+    x = torch.randn(11, 150)
+    expected = x.double() @ weight.t() + linear.bias.double()
+    torch.testing.assert_close(linear(x).double(), expected, atol=1e-4, rtol=0)
+cache = engine.PagedKVCache(1, 2, 80, page_size=7, max_pages=40)
+kv, (q, k, v) = engine.PagedKV(cache), torch.randn(3, 1, 2, 201, 80)
+kv.reserve(1, 200, 1000)
+out = [kv.attend(0, q[:, :, :200], k[:, :, :200], v[:, :, :200], 0.1)]
+kv.advance()
+kv.reserve(1, 1, 1000)
+out.append(kv.attend(0, q[:, :, 200:], k[:, :, 200:], v[:, :, 200:], 0.1))
+expected = engine.attention(q.double(), k.double(), v.double(), 0.1).float()
+torch.testing.assert_close(torch.cat(out, dim=2), expected, atol=1e-5, rtol=0)
+"""
+
+
+def test_kernels_for_a_processor_with_shorter_registers():
+    """numba is told to compile for a processor without AVX-512: other tiles, and weights widened to float32."""
+    done = subprocess.run([sys.executable, "-c", PLAIN_PROCESSOR], capture_output=True, text=True,
+                          cwd=Path(engine.__file__).parent, env=os.environ | {"NUMBA_CPU_NAME": "haswell"})
+    assert done.returncode == 0, done.stderr
+    assert platform.machine() in ("x86_64", "AMD64")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_decode_step_does_not_depend_on_the_batch(dtype):
+    """Not by a bit: every sum is added up in the same order, however many rows there are."""
+    model = engine.load_model("tiny", dtype=dtype)
+    draw = np.random.default_rng(4)
+    sequences = [torch.tensor([draw.integers(50257, size=n).tolist()]) for n in (3, 17, 40, 16, 1, 25, 9)]
+    alone = []
+    for ids in sequences:
+        kv = model.new_kv()
+        model(ids[:, :-1], kv) if ids.shape[1] > 1 else None
+        alone.append(model(ids[:, -1:], kv)[0, 0])
+        kv.release()
+    tables = [engine.PageTable(model.cache) for _ in sequences]
+    for ids, table in zip(sequences, tables):
+        if ids.shape[1] > 1:
+            model(ids[:, :-1], engine.PagedKV(model.cache, [table], [ids.shape[1] - 1]))
+    together = model(torch.tensor([[ids[0, -1] for ids in sequences]]),
+                     engine.PagedKV(model.cache, tables, [1] * len(sequences)))[0]
+    assert torch.equal(together, torch.stack(alone))
+
+
+def test_bfloat16_text_differs_from_transformers_only_at_its_ties(tiny):
+    """transformers rounds activations and logits to bfloat16, of which two tokens may get the same. Ours keeps them in
+    float32, so it is nearer to the model in float32, and its texts part where transformers' logits all but tie."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(engine.ASSETS / "tiny", dtype=torch.bfloat16).eval()
+    ours, divergence = engine.load_model("tiny", dtype="bfloat16"), {"ours": 0.0, "theirs": 0.0}
+    for text in ("Once upon a time", "Tom had a red ball", "Mom said", "There was a big tree"):
+        prompt = engine.load_tokenizer().encode_ordinary(text)
+        made = list(engine.generate(ours, prompt, engine.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
+        ids = torch.tensor([prompt + made])
+        with torch.no_grad():
+            logits = theirs(ids).logits[0].float()
+        own = logits[len(prompt) - 1:-1]
+        gap = own.amax(dim=-1) - own[torch.arange(len(made)), made]
+        unit = 2.0 ** (own.abs().amax(dim=-1).log2().floor() - 7)                     # of a bfloat16 of that size
+        assert (gap <= 2 * unit).all()
+        exact = tiny(ids)[0].log_softmax(-1)
+        for name, found in (("ours", ours(ids)[0]), ("theirs", logits)):
+            divergence[name] += (exact.exp() * (exact - found.log_softmax(-1))).sum().item()
+    assert divergence["ours"] < 0.7 * divergence["theirs"]
 
 
 def test_quantized_rows_are_as_near_as_8_bits_allow():
