@@ -959,7 +959,7 @@ def main(argv=None):
                                                        prefix_cache=not args.no_prefix_cache)
         stood_in = args.model == "auto" and model.name != "gpt2"
         note = f"gpt2 could not be had; the sample model {model.name} stands in." if stood_in else ""
-        for _ in engine.generate(model, [0, 0], SamplingParams(max_tokens=2)):  # what is compiled or packed is, now
+        for _ in engine.generate(model, [0, 0], SamplingParams(max_tokens=2)):  # what is to be compiled is, now
             pass
         scheduler.start()
         server = Server(listener, create_app(scheduler, engine.load_tokenizer(), args.api_key, args.cors_origin, note))

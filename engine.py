@@ -66,16 +66,16 @@ class OutOfPages(UserError):
 #
 # A decode step reads every weight once for a few rows, so it is a race of bytes: torch hands a single row to one
 # thread. A prompt is a race of operations, which a processor does fastest in the weights' own dtype. Both are won by
-# one product, in tiles: ROWS rows times OUTS outputs are summed in registers, LANES numbers at a time, while the
-# weights of the next tile are fetched. A sum is always added up in the same order, so a row's result does not depend
-# on its neighbours. A block of the model runs in one call.
+# one product, in tiles: ROWS rows times OUTS outputs are summed in registers, 8 or 16 numbers at a time, while the
+# weights of the next tile are fetched. Up to PANEL rows a sum is always added up in the same order, so a row's result
+# does not depend on its neighbours. A block of the model runs in one call.
 
 BLOCK = 64       # outputs that a task computes
 PANEL = 128      # rows that it multiplies while their weights are in the first cache
 SPAN = 3072      # bytes of a row that a tile sums up at a time where rows are many: those of OUTS fit the first cache
 AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
 QUERIES, KEYS = 128, 64  # of a prompt, that a task attends at a time
-# Beyond so many rows torch multiplies on processors other than x86, some of which have a unit for it that it alone uses.
+# Beyond so many rows torch multiplies on processors not known to have AVX2: some have a unit for it that it alone uses.
 MANY_ROWS = 64
 
 # What `intrinsics` binds to the machine's instructions; here is what they mean.
@@ -99,7 +99,7 @@ def _fetch(array, head, slot, d):
 
 
 def _widen(number):
-    """A weight as float32. uint16 holds the bits of a bfloat16, int16 those of a float16."""
+    """What is stored, as float32. uint16 holds the bits of a bfloat16, int16 those of a float16."""
 
 
 def _as(number, array):
@@ -153,9 +153,9 @@ def _rounded(x, like):
 
 
 def _scaled(x, like):
-    """Whole numbers of 16 bits: as large as the sum of K products with 8-bit weights stays below 2 ** 31."""
+    """Whole numbers of 16 bits, so large that the sum of K products with 8-bit weights stays below 2 ** 31."""
     y, factors = _aligned(x.shape[0], x.shape[1], like), np.empty(x.shape[0], np.float32)
-    limit = np.float32(min(32767, 2 ** 24 // min(x.shape[1], SPAN // 2) - 1))
+    limit = np.float32(min(32767, 2 ** 24 // x.shape[1] - 1))
     for row in prange(x.shape[0]):
         largest, nothing = np.float32(1e-30), ZERO
         for k in range(x.shape[1]):
@@ -168,12 +168,12 @@ def _scaled(x, like):
     return y, factors
 
 
-def _tiles(x, row, rows, weight, o, outs, length, span, sums, column):
-    """sums[:rows, column:column + outs] = x[row:row + rows] times weight[o:o + outs] transposed, over the first
-    `length` numbers of each, of which a tile takes `span` at a time."""
+def _tiles(x, row, rows, weight, o, outs, length, span, sums):
+    """sums[:rows, :outs] = x[row:row + rows] times weight[o:o + outs] transposed, over the first `length` numbers of
+    each, of which a tile takes `span` at a time."""
     # The weights of the next tiles are fetched in equal shares: all at once, they would stop the sums. A row by itself
     # takes one output after another, as memory is read fastest.
-    part = OUTS // min(OUTS, max(1, rows // ROWS))
+    part = max(1, OUTS // max(1, rows // ROWS))
     for start in range(0, length, span):
         count, i = min(span, length - start), 0
         while i < outs:
@@ -183,16 +183,16 @@ def _tiles(x, row, rows, weight, o, outs, length, span, sums, column):
                 fetch, ahead = 0 if r else 1, AHEAD
                 if wide:
                     fetch = part if r % ROWS == 0 and share < OUTS else 0
-                    ahead = (OUTS * weight.shape[1] + share * count) * weight.itemsize
+                    ahead = (OUTS + share) * weight.shape[1] * weight.itemsize
                 if wide and tall:
-                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead,
+                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead,
                           fetch)
                 elif wide:
-                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
+                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
                 elif tall:
-                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
+                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
                 else:
-                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, column + i, start > 0, ahead, fetch)
+                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
                 r += ROWS if tall else 1
             i += OUTS if wide else 1
 
@@ -216,7 +216,7 @@ def _multiply(x, factors, weight, scale, bias, out, add, gelu):
         sums = np.empty((min(N, PANEL), BLOCK), np.float32)
         for panel in range(0, N, PANEL):
             rows = min(PANEL, N - panel)
-            _tiles(x, panel, rows, weight, first, outs, K, span, sums, 0)
+            _tiles(x, panel, rows, weight, first, outs, K, span, sums)
             for r in range(rows):
                 _finish(sums[r], factors[panel + r], scale[first:first + outs], bias[first:first + outs],
                         out[panel + r, first:first + outs], add, gelu)
@@ -259,20 +259,17 @@ def _end(x, attended, proj, norm, fc, proj_2, y, h):
 
 
 def _attend_one(qkv, pool_k, pool_v, tables, lengths, page_size, scale, out):
-    """Store and attend one new token a row, page by page with an online softmax (Milakov & Gimelshein 2018).
+    """Attention of one new token a row, page by page with an online softmax (Milakov & Gimelshein 2018).
 
-    qkv (N, 3, H, D); out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens stored before.
+    qkv (N, 3, H, D); out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens before the new one.
     """
     N, _, H, D = qkv.shape
     for task in prange(N * H):
         row, head = task // H, task % H
         S = lengths[row] + 1
-        slot = tables[row, lengths[row] // page_size] * page_size + lengths[row] % page_size
         query, acc, scores = np.empty(D, np.float32), np.zeros(D, np.float32), np.empty(page_size, np.float32)
         for d in range(D):
             query[d] = qkv[row, 0, head, d] * scale
-            pool_k[head, slot, d] = _as(qkv[row, 1, head, d], pool_k)
-            pool_v[head, slot, d] = _as(qkv[row, 2, head, d], pool_v)
         m_i, l_i = np.float32(-np.inf), np.float32(0)             # running maximum and sum of exp(score - m_i)
         pages = (S + page_size - 1) // page_size
         for page in range(pages):
@@ -323,11 +320,11 @@ def _attend_block(qkv, first, n, head, keys_of, values_of, table, before, page_s
     keys_of, values_of (slots, D). Scores stand as (key, query), so what is done to one is done to all queries at once.
     """
     D = qkv.shape[3]
-    width = (D + COLUMNS - 1) // COLUMNS * COLUMNS
-    queries, keys, scores = _aligned(D, QUERIES, qkv), _aligned(KEYS, D, qkv), _aligned(KEYS, QUERIES, qkv)
-    values, acc, state = _aligned(KEYS, width, qkv), _aligned(QUERIES, width, qkv), _aligned(3, QUERIES, qkv)
+    width, lanes = (D + COLUMNS - 1) // COLUMNS * COLUMNS, (n + COLUMNS - 1) // COLUMNS * COLUMNS
+    queries, keys, scores = _aligned(D, lanes, qkv), _aligned(KEYS, D, qkv), _aligned(KEYS, lanes, qkv)
+    values, acc, state = _aligned(KEYS, width, qkv), _aligned(lanes, width, qkv), _aligned(3, lanes, qkv)
     m_i, l_i, m_new = state[0], state[1], state[2]                   # running maximum, sum of exp(score - m_i)
-    for t in range(QUERIES):
+    for t in range(lanes):
         m_i[t], l_i[t] = -np.inf, ZERO
         for d in range(width):
             acc[t, d] = ZERO
@@ -346,23 +343,23 @@ def _attend_block(qkv, first, n, head, keys_of, values_of, table, before, page_s
                 values[j, d] = _widen(values_of[slot, d])
         _outer_products(keys[:count], queries, scores, False)
         for j in range(max(0, before + 1 - at), count):              # hidden from the queries before it
-            for t in range(min(QUERIES, at + j - before)):
+            for t in range(min(lanes, at + j - before)):
                 scores[j, t] = -np.inf
-        for t in range(QUERIES):
+        for t in range(lanes):
             m_new[t] = m_i[t]
         for j in range(count):
-            for t in range(QUERIES):
+            for t in range(lanes):
                 m_new[t] = max(m_new[t], scores[j, t])
-        for t in range(QUERIES):
+        for t in range(lanes):
             shrink = _exp(m_i[t] - m_new[t])
             m_i[t] = m_new[t]
             l_i[t] *= shrink
             for d in range(width):
                 acc[t, d] *= shrink
         for j in range(count):
-            for t in range(QUERIES):
+            for t in range(lanes):
                 scores[j, t] = _exp(scores[j, t] - m_i[t])
-            for t in range(QUERIES):
+            for t in range(lanes):
                 l_i[t] += scores[j, t]
         _outer_products(scores[:count].T, values[:count], acc, True)
     for t in range(n):
@@ -371,15 +368,8 @@ def _attend_block(qkv, first, n, head, keys_of, values_of, table, before, page_s
 
 
 def _attend_many(qkv, pool_k, pool_v, table, stored, page_size, scale, out):
-    """The same for T new tokens of one row, QUERIES of a head at a time. qkv (T, 3, H, D); out (T, H, D); table (P)."""
-    T, _, H, D = qkv.shape
-    for head in prange(H):
-        for t in range(T):
-            slot = table[(stored + t) // page_size] * page_size + (stored + t) % page_size
-            for d in range(D):
-                pool_k[head, slot, d] = _as(qkv[t, 1, head, d], pool_k)
-            for d in range(D):
-                pool_v[head, slot, d] = _as(qkv[t, 2, head, d], pool_v)
+    """Attention of T new tokens of one row, QUERIES of a head at a time. qkv (T, 3, H, D); out (T, H, D); table (P)."""
+    T, H = qkv.shape[0], qkv.shape[2]
     blocks = (T + QUERIES - 1) // QUERIES
     for task in prange(H * blocks):
         head, first = task // blocks, task % blocks * QUERIES
@@ -387,22 +377,35 @@ def _attend_many(qkv, pool_k, pool_v, table, stored, page_size, scale, out):
                       page_size, scale, out)
 
 
+def _store(qkv, pool_k, pool_v, slots):
+    """Keys and values of N new tokens to their slots (N)."""
+    N, _, H, D = qkv.shape
+    for n in range(N):
+        for head in range(H):
+            for d in range(D):
+                pool_k[head, slots[n], d] = _as(qkv[n, 1, head, d], pool_k)
+            for d in range(D):
+                pool_v[head, slots[n], d] = _as(qkv[n, 2, head, d], pool_v)
+
+
 def _attend(qkv, pages, layer, scale, out):
     """Store and attend the new tokens of all rows, end to end. qkv (N, 3, H, D), out (N, H, D).
 
-    pages: the pools (L, H, slots, D), tables (B, P), how many tokens each row stores (B) and brings (B), page size.
+    pages: the pools (L, H, slots, D), slots of the new tokens (N), tables (B, P), how many tokens each row stores (B)
+    and brings (B), page size.
     """
-    pool_k, pool_v, tables, lengths, counts, page_size = pages
+    pool_k, pool_v, slots, tables, lengths, counts, page_size = pages
+    pool_k, pool_v = pool_k[layer], pool_v[layer]
+    _store(qkv, pool_k, pool_v, slots)
     single = 0                                                       # rows of one token, which come first
     while single < len(counts) and counts[single] == 1:
         single += 1
     if single:
-        _attend_one(qkv[:single], pool_k[layer], pool_v[layer], tables, lengths, page_size, scale, out[:single])
+        _attend_one(qkv[:single], pool_k, pool_v, tables, lengths, page_size, scale, out[:single])
     at = single
     for row in range(single, len(counts)):
         end = at + counts[row]
-        _attend_many(qkv[at:end], pool_k[layer], pool_v[layer], tables[row], lengths[row], page_size, scale,
-                     out[at:end])
+        _attend_many(qkv[at:end], pool_k, pool_v, tables[row], lengths[row], page_size, scale, out[at:end])
         at = end
 
 
@@ -431,7 +434,7 @@ def cpu_kernels():
     # Bound to a copy of this module's names: numba would keep no kernel that closes over another.
     scope = globals() | {"prange": numba.prange} | intrinsics()
     # Sums may be reordered (for SIMD), but NaN and infinity keep their meaning, unlike under fastmath=True.
-    options = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+    options = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz"}, nogil=True)
     lock = threading.Lock()  # not every threading layer of numba lets two threads launch at once
 
     def compiled(kernel, **more):
@@ -449,7 +452,7 @@ def cpu_kernels():
                 kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in args))
         return launch
 
-    for helper in _aligned, _exp, _gelu, _tiles, _finish, _outer_products, _attend_block:
+    for helper in _aligned, _exp, _gelu, _tiles, _finish, _outer_products, _attend_block, _store:
         compiled(helper)
     for helper in _rounded, _scaled, _multiply, _normalise, _attend_one, _attend_many:
         compiled(helper, parallel=True)
@@ -484,8 +487,8 @@ def processor_features():
 
 
 def activations_like(weight):
-    """An array of the dtype in which activations are multiplied by this weight, and its kind in the kernels:
-    float32 is exact; bfloat16 and whole numbers of 16 bits are as the processor multiplies 16- and 8-bit weights."""
+    """An empty array of the dtype in which activations are multiplied by this weight. float32 is exact; bfloat16 and
+    whole numbers of 16 bits are what the processor multiplies by weights of 16 and of 8 bits."""
     native = {torch.bfloat16: ("avx512bf16", np.uint16), torch.int8: ("avx512vnni", np.int16)}
     feature, dtype = native.get(weight.dtype, (None, None))
     has = cpu_kernels() is not None and feature in processor_features()
@@ -698,7 +701,7 @@ def as_array(tensor):
     if tensor is None:
         return np.empty(0, np.float32)
     kind = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(tensor.dtype, tensor.dtype)
-    return tensor.detach().view(kind).numpy()
+    return tensor.detach().contiguous().view(kind).numpy()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -766,10 +769,10 @@ class Linear(nn.Module):
 
     @functools.cached_property
     def arrays(self):
-        """weight, scale, bias and the dtype of activations, as the kernels take them."""
+        """weight, scale, bias and an array of the dtype of activations, as the kernels take them."""
         n_out = self.weight.shape[0]
         scale = np.ones(n_out, np.float32) if self.scale is None else as_array(self.scale)
-        bias = np.zeros(n_out, np.float32) if self.bias is None else as_array(self.bias)
+        bias = np.zeros(n_out, np.float32) if self.bias is None else as_array(self.bias.float())
         return as_array(self.weight), scale, bias, activations_like(self.weight)
 
     def forward(self, x):
@@ -853,7 +856,7 @@ class Block(nn.Module):
         (B, T, C), (begin, layer, scale, end, inner) = x.shape, self.arrays
         rows = x.view(B * T, C)
         if kv.pages:
-            room = kv.workspace(B * T * (5 * C + inner))
+            room = kv.cache.workspace(B * T * (5 * C + inner))
             cpu_kernels().block(rows, *begin, kv.pages, layer, scale, *end, room)
         else:
             y, qkv, h = torch.empty(B * T, C), torch.empty(B, T, 3 * C), torch.empty(B * T, inner)
@@ -869,7 +872,8 @@ class Block(nn.Module):
         attn, mlp = self.attn, self.mlp
         if mlp.act is not ACTIVATIONS["gelu_new"]:
             return None
-        norms = [(as_array(norm.weight), as_array(norm.bias), np.float32(norm.eps)) for norm in (self.ln_1, self.ln_2)]
+        norms = [(as_array(norm.weight.float()), as_array(norm.bias.float()), np.float32(norm.eps))
+                 for norm in (self.ln_1, self.ln_2)]
         return ((norms[0], attn.c_attn.arrays), attn.layer, np.float32(attn.scale),
                 (attn.c_proj.arrays, norms[1], mlp.c_fc.arrays, mlp.c_proj.arrays), len(mlp.c_fc.weight))
 
@@ -904,6 +908,13 @@ class GPT2(nn.Module):
             linear.quantize()
         if tied:
             self.wte.weight = self.lm_head.weight
+        forget_arrays(self)
+
+    def _apply(self, *args, **kwargs):
+        """What .to() and its like go through."""
+        super()._apply(*args, **kwargs)
+        forget_arrays(self)
+        return self
 
     def linears(self):
         return [module for module in self.modules() if isinstance(module, Linear)]
@@ -939,6 +950,12 @@ class GPT2(nn.Module):
     def head(self, x):
         """The logits (B, T, V) float32 of what left the last block (B, T, C)."""
         return self.lm_head(self.ln_f(x)).float()
+
+
+def forget_arrays(model):
+    """The kernels' views of the weights are kept. Whoever puts other weights in their place calls this."""
+    for module in model.modules():
+        vars(module).pop("arrays", None)
 
 
 def check_ids(ids, vocab_size):
@@ -1088,9 +1105,10 @@ class PagedKVCache:
 
     def workspace(self, size):
         """Memory for `size` numbers between a block's operators, kept: taken anew, it would be zeroed page by page."""
-        if self.room.size < size:
-            self.room = _aligned(1, size, self.room)[0]
-        return self.room
+        room = self.room  # another thread may replace it
+        if room.size < size:
+            self.room = room = _aligned(1, size, np.empty(0, np.float32))[0]
+        return room
 
     @property
     def free_pages(self):
@@ -1288,9 +1306,6 @@ class PagedKV:
         self.cache, self.tables, self.counts, self.use_kernel = cache, tables, counts, cache.has_kernel
         self.pages = None                                            # as the kernels reach them; see `_attend`
 
-    def workspace(self, size):
-        return self.cache.workspace(size)
-
     @property
     def length(self):
         return max((table.length for table in self.tables or ()), default=0)
@@ -1321,7 +1336,9 @@ class PagedKV:
             tables = np.zeros((len(self.tables), max(len(table.pages) for table in self.tables)), np.int64)
             for row, table in enumerate(self.tables):
                 tables[row, :len(table.pages)] = table.pages
-            self.pages = *self.cache.arrays, tables, np.array(lengths), np.array(self.new), size
+            rows, at = np.repeat(np.arange(len(self.new)), self.new), positions.numpy()
+            slots = tables[rows, at // size] * size + at % size
+            self.pages = *self.cache.arrays, slots, tables, np.array(lengths), np.array(self.new), size
             return positions
         self.reads = [self.cache.runs(table.pages, table.length + count) for table, count in zip(self.tables, self.new)]
         first, count = self.reads[0][-1]
@@ -1336,7 +1353,7 @@ class PagedKV:
         B, H, T, D = q.shape
         cache, dtype = self.cache, q.dtype
         q, k, v = (x.transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))              # rows end to end
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=cache.scratch.dtype, device=q.device)
         if self.pages:
             cpu_kernels().attend(torch.stack([q, k, v], 1).float(), self.pages, layer, np.float32(scale), out)
         else:
@@ -1465,6 +1482,7 @@ def with_weights(model, state):
     model.load_state_dict(state, assign=True)
     if state["lm_head.weight"] is state["wte.weight"]:
         model.lm_head.weight = model.wte.weight
+    forget_arrays(model)
     return model
 
 

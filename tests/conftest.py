@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as engine.py would, were it loaded before torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as engine.py would, were it loaded before torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest

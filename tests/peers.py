@@ -16,6 +16,7 @@ minute than at the next. Modes:
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -38,9 +39,8 @@ class Ours:
     def __init__(self, kind, folder, threads):
         sys.path.insert(0, str(ENGINE))
         import engine
-        import torch
 
-        torch.set_num_threads(threads)
+        engine.torch.set_num_threads(threads)
         self.engine, self.scheduler = engine, None
         self.model = engine.load_model(str(folder / "hf"), engine.GPT2Paged, dtype=kind, max_pages=2048)
 
@@ -90,7 +90,8 @@ class CTranslate2:
 
 
 class LlamaCpp:
-    """Through the C interface that llama-cpp-python wraps: all sequences in one batch, its own greedy sampler."""
+    """Through the C interface that llama-cpp-python wraps: prompts one by one, then a token of all sequences at a time;
+    its own greedy sampler."""
 
     def __init__(self, kind, folder, threads):
         import ctypes
@@ -192,6 +193,7 @@ PEERS = {
     "vllm": (VLLM, "vllm", "vllm", ("float32", "bfloat16")),
 }
 ONE_SEQUENCE = ("onnxruntime",)
+MODES = ("single", "prefill", "batch")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -220,7 +222,8 @@ def make_gguf(source, target, kind):
     import gguf
     from safetensors.numpy import load_file
 
-    state = {name.removeprefix("transformer."): value for name, value in load_file(source / "model.safetensors").items()}
+    state = load_file(source / "model.safetensors")
+    state = {name.removeprefix("transformer."): value for name, value in state.items()}
     kind = gguf.GGMLQuantizationType[kind.upper()]
     out = gguf.GGUFWriter(target, "gpt2")
     out.add_block_count(LAYERS)
@@ -258,6 +261,7 @@ def make_gguf(source, target, kind):
 
 def make_onnx(source, target, kind):
     """One graph for prompts and for single tokens: ids, positions and past in, logits and present out."""
+    target.mkdir(exist_ok=True)
     if kind == "int8":
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -296,7 +300,7 @@ def make_once(folder, peer, kind):
     target, make = {
         "ctranslate2": (folder / "ct2", lambda path: make_ctranslate2(source, path)),
         "llama.cpp": (folder / f"gpt2-{kind}.gguf", lambda path: make_gguf(source, path, kind)),
-        "onnxruntime": (folder / f"onnx-{kind}", lambda path: (path.mkdir(), make_onnx(source, path, kind))),
+        "onnxruntime": (folder / f"onnx-{kind}", lambda path: make_onnx(source, path, kind)),
     }.get(peer, (source, make_model))
     if not target.exists():
         unfinished = target.with_name("unfinished-" + target.name)
@@ -309,7 +313,8 @@ def make_once(folder, peer, kind):
 # A worker process, and who talks to it: a line of JSON each way.
 
 def work(peer, kind, folder, threads):
-    answers, sys.stdout = sys.stdout, sys.stderr                      # what a library prints is no answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)                                                     # what a library prints is no answer
     make_once(folder, peer, kind)
     model = PEERS[peer][0](kind, folder, threads)
     print(json.dumps("ready"), file=answers, flush=True)
@@ -323,7 +328,8 @@ def work(peer, kind, folder, threads):
 class Worker:
     def __init__(self, peer, kind, python, folder, threads):
         self.name, self.seconds, self.error = f"{peer} {kind}", [], folder / f"{peer}-{kind}.log"
-        command = [python, "-W", "ignore", __file__, "--worker", peer, kind, "--folder", folder, "--threads", str(threads)]
+        command = [python, "-W", "ignore", __file__, "--worker", peer, kind, "--folder", folder,
+                   "--threads", str(threads)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                         stderr=self.error.open("w"), env=environment)
@@ -341,7 +347,8 @@ class Worker:
         return json.loads(line) if line else None
 
     def close(self):
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
 
     def complaint(self):
@@ -351,7 +358,8 @@ class Worker:
 
 def prompts_of(mode, batch):
     draw = random.Random(0)
-    lengths = {"single": [5], "prefill": [1000]}.get(mode) or [round(5 + 195 * n / max(1, batch - 1)) for n in range(batch)]
+    spread_out = [round(5 + 195 * n / max(1, batch - 1)) for n in range(batch)]
+    lengths = {"single": [5], "prefill": [1000]}.get(mode, spread_out)
     draw.shuffle(lengths)
     return [[draw.randrange(50000) for _ in range(length)] for length in lengths]
 
@@ -362,7 +370,7 @@ def race(mode, batch, entrants, rounds, folder, threads):
     workers, first = [], {}
     for peer, kind, python in entrants:
         worker = Worker(peer, kind, python, folder, threads)
-        first[worker.name] = worker.alive and worker.ask(prompts, new)           # not counted: it compiles, fills caches
+        first[worker.name] = worker.alive and worker.ask(prompts, new)         # not counted: it compiles, fills caches
         workers.append(worker)
         print(f"{mode}: {worker.name} " + ("is ready" if worker.alive else f"failed: {worker.complaint()}"),
               file=sys.stderr)
@@ -389,6 +397,8 @@ def spread(values, form="{:.2f}"):
 
 def print_rows(rows):
     """A table of one mode in Markdown: speed, and how many times as fast each of ours is."""
+    if not rows:
+        return print("\nnobody came to the end")
     ours = [row for row in rows if row["peer"].startswith("ours")]
     base = next((row for row in rows if row["peer"] == "transformers float32"), rows[0])
     unit = "ms to first token" if rows[0]["mode"] == "prefill" else "tokens/s"
@@ -414,8 +424,8 @@ def plot(rows, path, note):
     for axis, mode in zip(axes[0], modes):
         own = [row for row in rows if row["mode"] == mode]
         base = next((row for row in own if row["peer"] == "transformers float32"), own[0])
-        bars = sorted((statistics.median(ratios(row, base)), min(ratios(row, base)), max(ratios(row, base)), row["peer"])
-                      for row in own)
+        bars = sorted((statistics.median(times), min(times), max(times), row["peer"])
+                      for row in own for times in [ratios(row, base)])
         middle, low, high, names = zip(*bars)
         axis.barh(names, middle, color=["#1a73e8" if name.startswith("ours") else "#bdc1c6" for name in names])
         axis.hlines(names, low, high, color="#3c4043", linewidth=1)
@@ -435,7 +445,8 @@ def entrants_of(args, pythons):
     for peer in args.peers:
         _, module, package, kinds = PEERS[peer]
         python = pythons.get(peer, sys.executable)
-        if subprocess.run([python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"]).returncode:
+        look = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+        if subprocess.run([python, "-c", look]).returncode:
             missing.append(f"{peer} (pip install {package})")
         else:
             found += [(peer, kind, python) for kind in kinds if not args.kinds or kind in args.kinds]
@@ -452,11 +463,11 @@ def processor():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--modes", nargs="+", choices=["single", "prefill", "batch"], default=["single", "prefill", "batch"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--kinds", nargs="+", help="only these kinds of weights, as the peers call them (bf16, int8, ...)")
+    parser.add_argument("--kinds", nargs="+", help="only these weights, as the peers call them (bf16, int8, ...)")
     parser.add_argument("--batch", type=int, nargs="+", default=[8], help="requests at once (default 8)")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="half as many of batches over 16 (default 7)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every peer (default: all processors)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "gpt2-peers"),
                         help="where their models are made, once, some 3 GB (default %(default)s)")
@@ -475,7 +486,8 @@ def main():
     for mode in args.modes:
         for batch in args.batch if mode == "batch" else [1]:
             able = [entrant for entrant in entrants if batch == 1 or entrant[0] not in ONE_SEQUENCE]
-            rows += (found := race(mode, batch, able, args.rounds, args.folder, args.threads))
+            rounds = args.rounds if batch <= 16 else max(2, args.rounds // 2)  # of minutes each
+            rows += (found := race(mode, batch, able, rounds, args.folder, args.threads))
             print_rows(found)
     if args.json:
         args.json.write_text(json.dumps({"note": note, "rows": rows}), encoding="utf-8")
