@@ -924,6 +924,7 @@ def parse_args(argv=None):
                                         "auto (gpt2, or tiny where it can't be had)")
     add("--device", default="cpu", help="cpu (default), cuda")
     add("--dtype", default="float32", choices=engine.CPU_DTYPES)
+    add("--threads", type=int, help="of the engine on a CPU (default: the physical cores)")
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=5004, help="default 5004; 0 takes a free one")
     add("--max-batch-size", type=int, default=4, help="slots: requests that run at once (default 4)")
@@ -953,6 +954,8 @@ def main(argv=None):
     try:
         if args.api_key == "":
             raise UserError("--api-key is empty; leave it out to ask for none")
+        check_number("--threads", args.threads, Integral, 1, 1024, optional=True)
+        engine.use_threads(args.threads)
         listener = listen(args.host, args.port)
         model = engine.load_model(args.model, model_class(args.device), args.dtype, args.device, max_pages=args.pages)
         scheduler = engine.ContinuousBatchingScheduler(model, args.max_batch_size, args.max_waiting,

@@ -67,12 +67,13 @@ class OutOfPages(UserError):
 # A decode step reads every weight once for a few rows, so it is a race of bytes: torch hands a single row to one
 # thread. A prompt is a race of operations, which a processor does fastest in the weights' own dtype. Both are won by
 # one product, in tiles: ROWS rows times OUTS outputs are summed in registers, 8 or 16 numbers at a time, while the
-# weights of the next tile are fetched. Up to PANEL rows a sum is always added up in the same order, so a row's result
+# weights of the next tile are fetched. Up to FEW_ROWS a sum is always added up in the same order, so a row's result
 # does not depend on its neighbours. A block of the model runs in one call.
 
 BLOCK = 64       # outputs that a task computes
 PANEL = 128      # rows that it multiplies while their weights are in the first cache
-SPAN = 3072      # bytes of a row that a tile sums up at a time where rows are many: those of OUTS fit the first cache
+SPAN = 3072      # bytes of a row that a tile sums up at a time, beyond FEW_ROWS: those of OUTS fit the first cache
+FEW_ROWS = 64    # up to which a tile sums up whole rows
 AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
 QUERIES, KEYS = 128, 64  # of a prompt, that a task attends at a time
 # Beyond so many rows torch multiplies on processors not known to have AVX2: some have a unit for it that it alone uses.
@@ -185,8 +186,7 @@ def _tiles(x, row, rows, weight, o, outs, length, span, sums):
                     fetch = part if r % ROWS == 0 and share < OUTS else 0
                     ahead = (OUTS + share) * weight.shape[1] * weight.itemsize
                 if wide and tall:
-                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead,
-                          fetch)
+                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
                 elif wide:
                     _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
                 elif tall:
@@ -210,7 +210,7 @@ def _multiply(x, factors, weight, scale, bias, out, add, gelu):
     """out (N, out) = x (N, K) times weight (out, K) transposed, times factors (N) and scale (out), plus bias (out);
     its gelu, if so; plus what out was, if add."""
     N, K = x.shape
-    span = K if N <= PANEL else SPAN // x.itemsize
+    span = K if N <= FEW_ROWS else SPAN // x.itemsize
     for task in prange((weight.shape[0] + BLOCK - 1) // BLOCK):
         first, outs = task * BLOCK, min(BLOCK, weight.shape[0] - task * BLOCK)
         sums = np.empty((min(N, PANEL), BLOCK), np.float32)
@@ -694,6 +694,20 @@ def intrinsics():
 
     return {"_widen": widen, "_as": as_stored, "_as_float": as_float, "_fetch": fetch, "_tile": tile,
             "ROWS": rows, "OUTS": outs, "COLUMNS": outs * lanes, "_outer": outer}
+
+
+def physical_cores():
+    """How many cores this process may use, or None where the system does not tell. Two threads of one core share its
+    arithmetic and its caches: products gain nothing from the second, and wait for it."""
+    with contextlib.suppress(OSError, AttributeError):
+        topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
+
+
+def use_threads(count=None):
+    """Products run on `count` threads; by default on as many as there are physical cores."""
+    if count or physical_cores():
+        torch.set_num_threads(count or physical_cores())
 
 
 def as_array(tensor):
@@ -3099,7 +3113,7 @@ def parse_args(argv=None):
     add("--model", default="auto", help="gpt2 or another Hugging Face name, a folder, tiny, random, random:gpt2-xl, "
                                         "auto (gpt2, or a stand-in where it can't be had)")
     add("--dtype", default="float32", choices=CPU_DTYPES)
-    add("--threads", type=int, help="default: torch's choice, the physical cores")
+    add("--threads", type=int, help="default: the physical cores")
     add("--tokens", type=int, default=100, help="new tokens (default 100)")
     add("--runs", type=int, default=3, help="rounds of each measurement (default 3)")
     add("--prefill-chunk", type=int, default=128, help="prompt tokens a step when batching (default 128)")
@@ -3123,8 +3137,7 @@ def main(argv=None):
         check_number("--runs", args.runs, Integral, 1, 1000)
         check_number("--prefill-chunk", args.prefill_chunk, Integral, 1, 100_000)
         check_number("--tokens", args.tokens, Integral, 1 if args.prompt is not None else 2, 1024)
-        if args.threads:
-            torch.set_num_threads(args.threads)
+        use_threads(args.threads)
         run_benchmarks(args) if args.prompt is None else run_prompt(args)
     except UserError as err:
         raise SystemExit(f"engine.py: {err}") from None

@@ -481,7 +481,7 @@ def main():
     args.folder.mkdir(parents=True, exist_ok=True)
     make_once(args.folder, "transformers", "float32")
     entrants, rows = entrants_of(args, dict(pair.split("=", 1) for pair in args.python)), []
-    note = f"{processor()}, {args.threads} threads, GPT-2 124M, medians of {args.rounds} rounds in turn"
+    note = f"{processor()}, {args.threads} threads, GPT-2 124M, medians of rounds in turn"
     print(note)
     for mode in args.modes:
         for batch in args.batch if mode == "batch" else [1]:
