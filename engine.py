@@ -712,8 +712,8 @@ def physical_cores():
 
 def use_threads(count=None):
     """Products run on `count` threads; by default on as many as there are physical cores."""
-    if count or physical_cores():
-        torch.set_num_threads(count or physical_cores())
+    if count := count or physical_cores():
+        torch.set_num_threads(count)
 
 
 def as_array(tensor):
@@ -1502,7 +1502,6 @@ def with_weights(model, state):
     model.load_state_dict(state, assign=True)
     if state["lm_head.weight"] is state["wte.weight"]:
         model.lm_head.weight = model.wte.weight
-    forget_arrays(model)
     return model
 
 
@@ -2097,15 +2096,21 @@ def exponential_noise(keys, V, device=None):
     return -torch.log1p(-uniform.clamp(max=1 - 2**-24))
 
 
+def chosen_and_top(logits, chosen, most):
+    """Log probabilities of the tokens chosen (B, 1), and ids and log probabilities of the `most` most likely, where the
+    vocabulary has as many; logits (B, V)."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    values, ids = logprobs.topk(min(most, logprobs.shape[1]))
+    return logprobs.gather(1, chosen), ids, values
+
+
 def token_logprobs(logits, tokens, counts):
     """A TokenLogprobs for each row of logits (B, V), with the `counts` most likely tokens; None where that is None."""
     found, rows = [None] * len(counts), [i for i, count in enumerate(counts) if count is not None]
     for some in (rows[at:at + 128] for at in range(0, len(rows), 128)):  # so many rows of the vocabulary at once
-        logprobs = torch.log_softmax(logits[some].float(), dim=-1)
         chosen = torch.tensor([[tokens[i]] for i in some], device=logits.device)
-        top = logprobs.topk(min(max(counts[i] for i in some), logprobs.shape[1]))
-        for i, (logprob,), ids, values in zip(some, logprobs.gather(1, chosen).tolist(), top.indices.tolist(),
-                                              top.values.tolist()):
+        parts = chosen_and_top(logits[some], chosen, max(counts[i] for i in some))
+        for i, (logprob,), ids, values in zip(some, *(part.tolist() for part in parts)):
             found[i] = TokenLogprobs(tokens[i], logprob, dict(zip(ids[:counts[i]], values)))
     return found
 
@@ -3002,26 +3007,31 @@ def check_outputs(args, drawn=("generation", "bytes", "batching")):
 
 def run_benchmarks(args):
     """The benchmarks of --only (all without it): a table each, and the files of --json and --plot."""
-    from tqdm import tqdm
-
     check_outputs(args)
     model = load_model(args.model, GPT2, dtype=args.dtype, stand_in="random")
     models = {name: share_weights(model, variant) for name, variant in VARIANTS.items()}
     machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(), "runs": args.runs,
                "processor": processor_name(), "system": platform.platform(terse=True), "torch": torch.__version__}
-    print("  ".join(f"{key}: {value}" for key, value in machine.items()))
+    report(machine, BENCHMARKS, args, plot_results, models, args)
+
+
+def report(machine, benchmarks, args, plot, *inputs):
+    """Runs benchmarks, {name: (title, function of the inputs -> rows)}, on a machine that a dict describes."""
+    from tqdm import tqdm
+
+    print("  ".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
     results = {"machine": machine}
-    progress = tqdm([args.only] if args.only else list(BENCHMARKS), disable=None, leave=False)
+    progress = tqdm([args.only] if args.only else list(benchmarks), disable=None, leave=False)
     for name in progress:
         progress.set_description(name)
-        title, bench = BENCHMARKS[name]
-        results[name] = bench(models, args)
+        title, bench = benchmarks[name]
+        results[name] = bench(*inputs)
         progress.clear()
         print_table(title, results[name])
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
     if args.plot:
-        plot_results(results, args.plot)
+        plot(results, args.plot)
 
 
 def processor_name():

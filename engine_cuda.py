@@ -12,14 +12,12 @@ which the tests compare it with and which runs in its place on a machine without
 import argparse
 import contextlib
 import functools
-import json
 import math
 import os
 import statistics
 import time
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -1092,9 +1090,8 @@ class FlashRunner(engine.Runner):
         if not rows:
             return list
         at, = upload([np.array(rows)], self.device)
-        logprobs, chosen = torch.log_softmax(logits[at], -1), tokens[at].long().clamp(min=0)[:, None]
-        top = logprobs.topk(min(20, logits.shape[1]))
-        parts = [to_host(x) for x in (chosen, logprobs.gather(1, chosen), top.indices, top.values)]
+        chosen = tokens[at].long().clamp(min=0)[:, None]
+        parts = [to_host(x) for x in (chosen, *engine.chosen_and_top(logits[at], chosen, 20))]
 
         def found():
             for i, (token,), (logprob,), ids, values in zip(rows, *(part.tolist() for part in parts)):
@@ -1533,8 +1530,8 @@ def bench_generation(args):
 
 def decode_bytes(model, batch, stored):
     """What a decode step must read: the weights once, and the keys and values of `stored` tokens a row."""
-    weights = sum(p.nbytes for p in model.parameters()) - model.wpe.weight.nbytes     # tied ones count once
-    return weights + batch * stored * 2 * model.config.n_layer * model.config.n_embd * model.wte.weight.element_size()
+    c = model.config
+    return engine.weight_bytes(model) + batch * stored * 2 * c.n_layer * c.n_embd * model.wte.weight.element_size()
 
 
 def bench_batching(args):
@@ -1594,16 +1591,7 @@ def run_benchmarks(args):
     machine = {"model": args.model.name, "dtype": args.dtype, "GPU": torch.cuda.get_device_name(), "runs": args.runs,
                "memory TB/s": f"{args.ceilings[0] / 1e12:.2f}", "product TFLOP/s": f"{args.ceilings[1] / 1e12:.0f}",
                "torch": torch.__version__, "triton": triton.__version__}
-    print("  ".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
-    results = {"machine": machine}
-    for name in [args.only] if args.only else BENCHMARKS:
-        title, bench = BENCHMARKS[name]
-        results[name] = bench(args)
-        engine.print_table(title, results[name])
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
-    if args.plot:
-        plot_results(results, args.plot)
+    engine.report(machine, BENCHMARKS, args, plot_results, args)
 
 
 COLOURS = {"standard": "#9aa0a6", "flash (ours)": "#1a73e8", "torch flash": "#e8710a", "torch cuDNN": "#188038",
