@@ -1,0 +1,667 @@
+"""CPU kernels: the counterpart of the Triton kernels, in plain Python that numba compiles on the spot.
+
+A decode step reads every weight once for a few rows, so it is a race of bytes: torch hands a single row to one
+thread. A prompt is a race of operations, which a processor does fastest in the weights' own dtype. Both are won by
+one product, in tiles: ROWS rows times OUTS outputs are summed in registers, 8 or 16 numbers at a time, while the
+weights of the next tile are fetched. Up to FEW_ROWS a sum is always added up in the same order, so a row's result
+does not depend on its neighbours. A block of the model runs in one call.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import threading
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from checkpoint import _aligned
+
+BLOCK = 64       # outputs that a task computes
+PANEL = 128      # rows that it multiplies while their weights are in the first cache
+SPAN = 3072      # bytes of a row that a tile sums up at a time, beyond FEW_ROWS: those of OUTS fit the first cache
+FEW_ROWS = 64    # up to which a tile sums up whole rows
+AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
+QUERIES, KEYS = 128, 64  # of a prompt, that a task attends at a time
+# Beyond so many rows torch multiplies on processors not known to have AVX2: some have a unit for it that it alone uses.
+# On others our kernels are ahead at any number, since a block is one call: a prompt of GPT-2, ms on 2 cores of a Zen 5,
+# ours / oneDNN's products with our attention:
+#     tokens              100       136       1,000
+#     float32         54 / 68   72 / 73   525 / 588
+#     bfloat16        31 / 36   41 / 46   323 / 327
+#     int8            30 / 68   41 / 79   338 / 357
+MANY_ROWS = 64
+# What `intrinsics` binds to the machine's instructions; here is what they mean.
+prange = range
+ROWS, OUTS, COLUMNS = 4, 4, 64
+
+
+def _tile(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
+    """sums[at + r, column + i] = (or +=, if add) the sum over `length` numbers from `start` of x[row + r] times
+    weight[o + i], for `rows` r and `outs` i (constants). Fetches `fetch` times a row's weights
+    from `ahead` bytes behind them."""
+
+
+def _outer(rows, x, row, weight, column, out, add):
+    """out[row + r, column + c] = (or +=, if add) the sum over k of x[row + r, k] times weight[k, column + c], all
+    float32, for `rows` r (a constant) and COLUMNS c."""
+
+
+def _fetch(array, head, slot, d):
+    """Ask for the memory behind array[head, slot, d], which will be read soon."""
+
+
+def _widen(number):
+    """What is stored, as float32. uint16 holds the bits of a bfloat16, int16 those of a float16."""
+
+
+def _as(number, array):
+    """A float32 as the array stores it: the reverse of `_widen`, rounded to the nearest."""
+
+
+def _as_float(bits):
+    """The float32 of these 32 bits."""
+
+
+def _narrowed(x, like):
+    """Activations x (N, K) as they are multiplied, in the dtype of `like`, and a factor for each row: `_rounded`,
+    `_scaled`, or x itself."""
+
+
+LOG2_E, LOWEST, ZERO, ONE = map(np.float32, (math.log2(math.e), -87.3, 0, 1))
+C1, C2, C3, C4, C5, C6 = (np.float32(math.log(2) ** n / math.factorial(n)) for n in range(1, 7))   # of 2 ** f
+
+
+def _exp(x):
+    """e to the x within 3e-7 of it, for x up to 0; 0 below -87. Unlike np.exp it runs in SIMD."""
+    power = max(x, LOWEST) * LOG2_E
+    whole = np.floor(power + np.float32(0.5))
+    f = power - whole
+    series = ONE + f * (C1 + f * (C2 + f * (C3 + f * (C4 + f * (C5 + f * C6)))))
+    scaled = series * _as_float(np.int32((np.int32(whole) + 127) << 23))
+    return ZERO if x <= LOWEST else scaled + x * ZERO            # the last keeps NaN
+
+
+def _gelu(x):
+    """gelu_new: x * (1 + tanh(u)) / 2, which is x / (1 + exp(-2u)); the exponent is kept below 0."""
+    u = np.float32(2 * math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+    e = _exp(-abs(u))
+    return (x if u > 0 else x * e) / (ONE + e)
+
+
+def _rounded(x, like):
+    y = _aligned(x.shape[0], x.shape[1], like)
+    for row in prange(x.shape[0]):
+        for k in range(x.shape[1]):
+            y[row, k] = _as(x[row, k], y)
+    return y, np.ones(x.shape[0], np.float32)
+
+
+def _scaled(x, like):
+    """Whole numbers of 16 bits, so large that the sum of K products with 8-bit weights stays below 2 ** 31."""
+    y, factors = _aligned(x.shape[0], x.shape[1], like), np.empty(x.shape[0], np.float32)
+    limit = np.float32(min(32767, 2 ** 24 // x.shape[1] - 1))
+    for row in prange(x.shape[0]):
+        largest, nothing = np.float32(1e-30), ZERO
+        for k in range(x.shape[1]):
+            largest = max(largest, abs(x[row, k]))
+            nothing += x[row, k] * ZERO                              # NaN, if one of them is
+        inverse = limit / largest
+        for k in range(x.shape[1]):
+            y[row, k] = np.int16(np.rint(x[row, k] * inverse))
+        factors[row] = largest / limit + nothing
+    return y, factors
+
+
+def _tiles(x, row, rows, weight, o, outs, length, span, sums):
+    """sums[:rows, :outs] = x[row:row + rows] times weight[o:o + outs] transposed, over the first `length` numbers of
+    each, of which a tile takes `span` at a time."""
+    # The weights of the next tiles are fetched in equal shares: all at once, they would stop the sums. A row by itself
+    # takes one output after another, as memory is read fastest.
+    part = max(1, OUTS // max(1, rows // ROWS))
+    for start in range(0, length, span):
+        count, i = min(span, length - start), 0
+        while i < outs:
+            wide, r = rows > 1 and i + OUTS <= outs, 0
+            while r < rows:
+                tall, share = r + ROWS <= rows, r // ROWS * part
+                fetch, ahead = 0 if r else 1, AHEAD
+                if wide:
+                    fetch = part if r % ROWS == 0 and share < OUTS else 0
+                    ahead = (OUTS + share) * weight.shape[1] * weight.itemsize
+                if wide and tall:
+                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
+                elif wide:
+                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
+                elif tall:
+                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
+                else:
+                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
+                r += ROWS if tall else 1
+            i += OUTS if wide else 1
+
+
+def _finish(sums, factor, scale, bias, out, add, gelu):
+    """What follows a product, for some outputs of a row; see `_multiply`."""
+    for i in range(out.shape[0]):
+        value = sums[i] * (factor * scale[i]) + bias[i]
+        sums[i] = value + out[i] if add else value
+    for i in range(out.shape[0]):
+        out[i] = _gelu(sums[i]) if gelu else sums[i]
+
+
+def _multiply(x, factors, weight, scale, bias, out, add, gelu):
+    """out (N, out) = x (N, K) times weight (out, K) transposed, times factors (N) and scale (out), plus bias (out);
+    its gelu, if so; plus what out was, if add."""
+    N, K = x.shape
+    span = K if N <= FEW_ROWS else SPAN // x.itemsize
+    for task in prange((weight.shape[0] + BLOCK - 1) // BLOCK):
+        first, outs = task * BLOCK, min(BLOCK, weight.shape[0] - task * BLOCK)
+        sums = np.empty((min(N, PANEL), BLOCK), np.float32)
+        for panel in range(0, N, PANEL):
+            rows = min(PANEL, N - panel)
+            _tiles(x, panel, rows, weight, first, outs, K, span, sums)
+            for r in range(rows):
+                _finish(sums[r], factors[panel + r], scale[first:first + outs], bias[first:first + outs],
+                        out[panel + r, first:first + outs], add, gelu)
+
+
+def _project(x, linear, out, add, gelu):
+    """`_multiply` by a projection: weight, scale, bias, and an array of the dtype of its activations."""
+    y, factors = _narrowed(x, linear[3])
+    _multiply(y, factors, linear[0], linear[1], linear[2], out, add, gelu)
+
+
+def _normalise(x, norm, out):
+    """LayerNorm of the rows of x (N, C). norm: weight, bias, epsilon."""
+    weight, bias, eps = norm
+    C = x.shape[1]
+    for row in prange(x.shape[0]):
+        mean = square = np.float32(0)
+        for c in range(C):
+            mean += x[row, c]
+        mean /= np.float32(C)
+        for c in range(C):
+            square += (x[row, c] - mean) * (x[row, c] - mean)
+        factor = ONE / np.sqrt(square / np.float32(C) + eps)
+        for c in range(C):
+            out[row, c] = (x[row, c] - mean) * factor * weight[c] + bias[c]
+
+
+def _begin(x, norm, attn, y, qkv):
+    """The first part of a block: qkv (N, 3C) = c_attn(y), y (N, C) = ln_1(x)."""
+    _normalise(x, norm, y)
+    _project(y, attn, qkv, False, False)
+
+
+def _end(x, attended, proj, norm, fc, proj_2, y, h):
+    """The rest of it, in place: x += c_proj(attended), y = ln_2(x), h = gelu(mlp.c_fc(y)), x += mlp.c_proj(h)."""
+    _project(attended, proj, x, True, False)
+    _normalise(x, norm, y)
+    _project(y, fc, h, False, True)
+    _project(h, proj_2, x, True, False)
+
+
+def _attend_one(qkv, pool_k, pool_v, tables, lengths, page_size, scale, out):
+    """Attention of one new token a row, page by page with an online softmax (Milakov & Gimelshein 2018).
+
+    qkv (N, 3, H, D); out (N, H, D); pools (H, slots, D); tables (N, P) page ids; lengths (N) tokens before the new one.
+    """
+    N, _, H, D = qkv.shape
+    for task in prange(N * H):
+        row, head = task // H, task % H
+        S = lengths[row] + 1
+        query, acc, scores = np.empty(D, np.float32), np.zeros(D, np.float32), np.empty(page_size, np.float32)
+        for d in range(D):
+            query[d] = qkv[row, 0, head, d] * scale
+        m_i, l_i = np.float32(-np.inf), np.float32(0)             # running maximum and sum of exp(score - m_i)
+        pages = (S + page_size - 1) // page_size
+        for page in range(pages):
+            first, count = tables[row, page] * page_size, min(page_size, S - page * page_size)
+            coming = tables[row, min(page + 1, pages - 1)] * page_size
+            m_new = m_i
+            for j in range(count):
+                for d in range(0, D, 16):
+                    _fetch(pool_k, head, coming + j, d)
+                    _fetch(pool_v, head, coming + j, d)
+                total = np.float32(0)
+                for d in range(D):
+                    total += query[d] * _widen(pool_k[head, first + j, d])
+                scores[j] = total
+                m_new = max(m_new, total)
+            shrink = _exp(m_i - m_new)
+            l_i *= shrink
+            for d in range(D):
+                acc[d] *= shrink
+            for j in range(count):
+                scores[j] = _exp(scores[j] - m_new)
+            for j in range(count):
+                p = scores[j]
+                l_i += p
+                for d in range(D):
+                    acc[d] += p * _widen(pool_v[head, first + j, d])
+            m_i = m_new
+        for d in range(D):
+            out[row, head, d] = acc[d] / l_i
+
+
+def _outer_products(x, weight, out, add):
+    """out (N, W) = (or +=, if add) x (N, K) times weight (K, W); W is a multiple of COLUMNS."""
+    for column in range(0, weight.shape[1], COLUMNS):
+        row = 0
+        while row < x.shape[0]:
+            if row + ROWS <= x.shape[0]:
+                _outer(ROWS, x, row, weight, column, out, add)
+                row += ROWS
+            else:
+                _outer(1, x, row, weight, column, out, add)
+                row += 1
+
+
+def _attend_block(qkv, first, n, head, keys_of, values_of, table, before, page_size, scale, out):
+    """Attention of n queries of a head, `first` and on, that stand behind `before` tokens (Dao et al. 2022).
+
+    keys_of, values_of (slots, D). Scores stand as (key, query), so what is done to one is done to all queries at once.
+    """
+    D = qkv.shape[3]
+    width, lanes = (D + COLUMNS - 1) // COLUMNS * COLUMNS, (n + COLUMNS - 1) // COLUMNS * COLUMNS
+    queries, keys, scores = _aligned(D, lanes, qkv), _aligned(KEYS, D, qkv), _aligned(KEYS, lanes, qkv)
+    values, acc, state = _aligned(KEYS, width, qkv), _aligned(lanes, width, qkv), _aligned(3, lanes, qkv)
+    m_i, l_i, m_new = state[0], state[1], state[2]                   # running maximum, sum of exp(score - m_i)
+    for t in range(lanes):
+        m_i[t], l_i[t] = -np.inf, ZERO
+        for d in range(width):
+            acc[t, d] = ZERO
+        for d in range(D):
+            queries[d, t] = qkv[first + t, 0, head, d] * scale if t < n else ZERO
+    for j in range(KEYS):
+        for d in range(D, width):
+            values[j, d] = ZERO
+    for at in range(0, before + n, KEYS):
+        count = min(KEYS, before + n - at)
+        for j in range(count):
+            slot = table[(at + j) // page_size] * page_size + (at + j) % page_size
+            for d in range(D):
+                keys[j, d] = _widen(keys_of[slot, d])
+            for d in range(D):
+                values[j, d] = _widen(values_of[slot, d])
+        _outer_products(keys[:count], queries, scores, False)
+        for j in range(max(0, before + 1 - at), count):              # hidden from the queries before it
+            for t in range(min(lanes, at + j - before)):
+                scores[j, t] = -np.inf
+        for t in range(lanes):
+            m_new[t] = m_i[t]
+        for j in range(count):
+            for t in range(lanes):
+                m_new[t] = max(m_new[t], scores[j, t])
+        for t in range(lanes):
+            shrink = _exp(m_i[t] - m_new[t])
+            m_i[t] = m_new[t]
+            l_i[t] *= shrink
+            for d in range(width):
+                acc[t, d] *= shrink
+        for j in range(count):
+            for t in range(lanes):
+                scores[j, t] = _exp(scores[j, t] - m_i[t])
+            for t in range(lanes):
+                l_i[t] += scores[j, t]
+        _outer_products(scores[:count].T, values[:count], acc, True)
+    for t in range(n):
+        for d in range(D):
+            out[first + t, head, d] = acc[t, d] / l_i[t]
+
+
+def _attend_many(qkv, pool_k, pool_v, table, stored, page_size, scale, out):
+    """Attention of T new tokens of one row, QUERIES of a head at a time. qkv (T, 3, H, D); out (T, H, D); table (P)."""
+    T, H = qkv.shape[0], qkv.shape[2]
+    blocks = (T + QUERIES - 1) // QUERIES
+    for task in prange(H * blocks):
+        head, first = task // blocks, task % blocks * QUERIES
+        _attend_block(qkv, first, min(QUERIES, T - first), head, pool_k[head], pool_v[head], table, stored + first,
+                      page_size, scale, out)
+
+
+def _store(qkv, pool_k, pool_v, slots):
+    """Keys and values of N new tokens to their slots (N)."""
+    N, _, H, D = qkv.shape
+    for n in range(N):
+        for head in range(H):
+            for d in range(D):
+                pool_k[head, slots[n], d] = _as(qkv[n, 1, head, d], pool_k)
+            for d in range(D):
+                pool_v[head, slots[n], d] = _as(qkv[n, 2, head, d], pool_v)
+
+
+def _attend(qkv, pages, layer, scale, out):
+    """Store and attend the new tokens of all rows, end to end. qkv (N, 3, H, D), out (N, H, D).
+
+    pages: the pools (L, H, slots, D), slots of the new tokens (N), tables (B, P), how many tokens each row stores (B)
+    and brings (B), page size.
+    """
+    pool_k, pool_v, slots, tables, lengths, counts, page_size = pages
+    pool_k, pool_v = pool_k[layer], pool_v[layer]
+    _store(qkv, pool_k, pool_v, slots)
+    single = 0                                                       # rows of one token, which come first
+    while single < len(counts) and counts[single] == 1:
+        single += 1
+    if single:
+        _attend_one(qkv[:single], pool_k, pool_v, tables, lengths, page_size, scale, out[:single])
+    at = single
+    for row in range(single, len(counts)):
+        end = at + counts[row]
+        _attend_many(qkv[at:end], pool_k, pool_v, tables[row], lengths[row], page_size, scale, out[at:end])
+        at = end
+
+
+def _block(x, norm, attn, pages, layer, scale, proj, norm_2, fc, proj_2, room):
+    """A whole block, in place, over a pool of pages. room: memory for what lies between: N * (5C + inner) numbers."""
+    (N, C), H = x.shape, pages[0].shape[1]
+    y, attended, qkv = room[:N * C], room[N * C:2 * N * C], room[2 * N * C:5 * N * C]
+    h = room[5 * N * C:N * (5 * C + fc[0].shape[0])]
+    _begin(x, norm, attn, y.reshape(N, C), qkv.reshape(N, 3 * C))
+    _attend(qkv.reshape(N, 3, H, C // H), pages, layer, scale, attended.reshape(N, H, C // H))
+    _end(x, attended.reshape(N, C), proj, norm_2, fc, proj_2, y.reshape(N, C), h.reshape(N, fc[0].shape[0]))
+
+
+@functools.cache
+def cpu_kernels():
+    """The kernels, compiled; None where numba is missing.
+
+    They need no compiler on the machine and are kept in __pycache__. Their plain twins, which run without
+    numba and which the tests compare them with, are `Block.forward`, `Linear.forward` and `PagedKVCache.attend`.
+    Activations, biases and LayerNorms are float32; weights as `as_array` gives them.
+    """
+    try:
+        import numba
+    except ImportError:
+        return None
+    # Bound to a copy of this module's names: numba would keep no kernel that closes over another.
+    scope = globals() | {"prange": numba.prange} | intrinsics()
+    # Sums may be reordered (for SIMD), but NaN and infinity keep their meaning, unlike under fastmath=True.
+    options = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz"}, nogil=True)
+    lock = threading.Lock()  # not every threading layer of numba lets two threads launch at once
+
+    def compiled(kernel, **more):
+        kernel = types.FunctionType(kernel.__code__, scope, kernel.__name__)
+        try:
+            scope[kernel.__name__] = numba.njit(cache=True, **options, **more)(kernel)
+        except RuntimeError:  # no folder to keep it in
+            scope[kernel.__name__] = numba.njit(**options, **more)(kernel)
+        return scope[kernel.__name__]
+
+    def on_torchs_threads(kernel):
+        def launch(*args):
+            with lock:
+                numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # of this thread
+                kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in args))
+        return launch
+
+    for helper in _aligned, _exp, _gelu, _tiles, _finish, _outer_products, _attend_block, _store:
+        compiled(helper)
+    for helper in _rounded, _scaled, _multiply, _normalise, _attend_one, _attend_many:
+        compiled(helper, parallel=True)
+    choose_narrowing(scope["_rounded"], scope["_scaled"])
+    kernels = [compiled(kernel) for kernel in (_project, _begin, _end, _attend, _block)]
+    return SimpleNamespace(**{kernel.__name__[1:]: on_torchs_threads(kernel) for kernel in kernels})
+
+
+def choose_narrowing(rounded, scaled):
+    """`_narrowed` for the kernels: which of the two, by the dtype that is asked for."""
+    from numba import types
+    from numba.extending import overload
+
+    @overload(_narrowed)
+    def choice(x, like):
+        if like.dtype == types.float32:
+            return lambda x, like: (x, np.ones(x.shape[0], np.float32))
+        if like.dtype == types.uint16:
+            return lambda x, like: rounded(x, like)
+        return lambda x, like: scaled(x, like)
+
+
+@functools.cache
+def processor_features():
+    """Names of what the processor can do, as LLVM calls them; none where numba is told to compile for another."""
+    import llvmlite.binding
+    import numba
+
+    if numba.config.CPU_NAME:
+        return frozenset()
+    return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
+
+
+def activations_like(weight):
+    """An empty array of the dtype in which activations are multiplied by this weight. float32 is exact; bfloat16 and
+    whole numbers of 16 bits are what the processor multiplies by weights of 16 and of 8 bits."""
+    native = {torch.bfloat16: ("avx512bf16", np.uint16), torch.int8: ("avx512vnni", np.int16)}
+    feature, dtype = native.get(weight.dtype, (None, None))
+    has = cpu_kernels() is not None and feature in processor_features()
+    return np.empty(0, dtype if has else np.float32)
+
+
+def intrinsics():
+    """What the kernels do that Python has no word for, in the compiler's terms. See their names for what they mean."""
+    import llvmlite.binding
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    llvmlite.binding.initialize_native_asmparser()
+    wide = "avx512f" in processor_features()  # 32 registers of 16 numbers; else 16 of 8, or as good as that
+    lanes, rows, outs = (16, 4, 4) if wide else (8, 4, 2)
+    i8, i16, i32, i64, f32 = *map(ir.IntType, (8, 16, 32, 64)), ir.FloatType()
+
+    def vector(kind, count=lanes):
+        return ir.VectorType(kind, count)
+
+    def shaped(kind, like):  # kind, or a vector of it where `like` is one
+        return vector(kind, like.count) if isinstance(like, ir.VectorType) else kind
+
+    def constant(kind, value):
+        return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+    def widened(builder, bits, kind):
+        wide, as_float = shaped(i32, bits.type), shaped(f32, bits.type)
+        if kind == types.float32:
+            return bits
+        if kind == types.int8:
+            return builder.sitofp(bits, as_float)
+        if kind == types.int16:
+            return builder.fpext(builder.bitcast(bits, shaped(ir.HalfType(), bits.type)), as_float)
+        return builder.bitcast(builder.shl(builder.zext(bits, wide), constant(wide, 16)), as_float)
+
+    @intrinsic
+    def widen(typing_context, number):
+        return types.float32(number), lambda context, builder, signature, args: widened(
+            builder, args[0], signature.args[0])
+
+    @intrinsic
+    def as_stored(typing_context, number, array):
+        def code(context, builder, signature, args):
+            number, kind = args[0], signature.args[1].dtype
+            if kind == types.float32:
+                return number
+            if kind == types.int16:
+                return builder.bitcast(builder.fptrunc(number, ir.HalfType()), i16)
+            bits = builder.bitcast(number, i32)                      # half of the last bit kept; a tie becomes even
+            odd = builder.and_(builder.lshr(bits, constant(i32, 16)), constant(i32, 1))
+            nearest = builder.lshr(builder.add(builder.add(bits, constant(i32, 0x7fff)), odd), constant(i32, 16))
+            is_nan = builder.fcmp_unordered("uno", number, number)
+            return builder.trunc(builder.select(is_nan, constant(i32, 0x7fc0), nearest), i16)
+        return array.dtype(number, array), code
+
+    @intrinsic
+    def as_float(typing_context, bits):
+        return types.float32(bits), lambda context, builder, signature, args: builder.bitcast(args[0], f32)
+
+    def element(context, builder, kind, array, index):
+        """The address of an element of a numba array."""
+        array = context.make_array(kind)(context, builder, array)
+        return cgutils.get_item_pointer(context, builder, kind, array, index)
+
+    def fetched(builder, address):
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type],
+                                                 ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32]))
+        builder.call(fetch, [address, i32(0), i32(3), i32(1)])       # to be read, into all caches, data
+
+    @intrinsic
+    def fetch(typing_context, array, head, slot, d):
+        def code(context, builder, signature, args):
+            index = [context.cast(builder, at, kind, types.intp) for at, kind in zip(args[1:], signature.args[1:])]
+            address = element(context, builder, signature.args[0], args[0], index)
+            fetched(builder, builder.bitcast(address, i8.as_pointer()))
+            return context.get_dummy_value()
+        return types.void(array, head, slot, d), code
+
+    def assembly(instruction):
+        def dot(builder, total, x, w):
+            kind = ir.FunctionType(total.type, [total.type, vector(i32), vector(i32)])
+            as_pairs = [builder.bitcast(value, vector(i32)) for value in (x, w)]
+            return builder.call(ir.InlineAsm(kind, instruction + " $3, $2, $0", "=v,0,v,v"), [total, *as_pairs])
+        return dot
+
+    def fused(builder, total, x, w):
+        return builder.fadd(total, builder.fmul(x, w, flags=("contract",)), flags=("contract",))
+
+    def flavour(x, weight):
+        """How two dtypes are multiplied: numbers a step, dtype of a sum, what a weight is made, and the product."""
+        if (x, weight) == (types.uint16, types.uint16):
+            return 2 * lanes, f32, lambda builder, w: w, assembly("vdpbf16ps")
+        if (x, weight) == (types.int16, types.int8):
+            return 2 * lanes, i32, lambda builder, w: builder.sext(w, vector(i16, 2 * lanes)), assembly("vpdpwssd")
+        return lanes, f32, lambda builder, w: widened(builder, w, weight), fused
+
+    def loaded(builder, address, count, part=None):
+        """`count` numbers of what address points to; the first `part` of them and zeros, where that is given."""
+        kind = vector(address.type.pointee, count)
+        if part is None:
+            value = builder.load(builder.bitcast(address, kind.as_pointer()))
+            value.align = 1
+            return value
+        lane = ir.Constant(vector(i16, count), list(range(count)))
+        last = builder.insert_element(lane, builder.trunc(part, i16), i32(0))
+        mask = builder.icmp_unsigned("<", lane, builder.shuffle_vector(last, last, constant(vector(i32, count), 0)))
+        element = {f32: "f32", i16: "i16", i8: "i8"}[address.type.pointee]
+        load = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(kind, [kind.as_pointer(), i32, mask.type, kind]),
+            f"llvm.masked.load.v{count}{element}.p0")
+        return builder.call(load, [builder.bitcast(address, kind.as_pointer()), i32(1), mask, ir.Constant(kind, None)])
+
+    # Which of two vectors' lanes are added to which others, step by step: neighbours, first in groups of four, which
+    # processors shuffle fastest, then whole groups.
+    in_fours = [[at + 4 * group + n for group in range(lanes // 4) for at in (0, lanes) for n in (odd, odd + 2)]
+                for odd in (0, 1)]
+    of_fours = [[4 * group + n for group in range(odd, lanes // 2, 2) for n in range(4)] for odd in (0, 1)]
+    steps = [in_fours] * 2 + [of_fours] * (lanes // 4).bit_length()
+    steps = [[ir.Constant(vector(i32), half) for half in step] for step in steps[:lanes.bit_length() - 1]]
+
+    def summed(builder, totals):
+        """The sums of the lanes of each vector, in the lanes of one."""
+        add = builder.add if totals[0].type.element == i32 else builder.fadd
+        for step in steps:
+            pairs = list(zip(totals[::2], totals[1::2])) or [(totals[0], totals[0])]
+            totals = [add(*(builder.shuffle_vector(*pair, half) for half in step)) for pair in pairs]
+        return totals[0] if totals[0].type.element == f32 else builder.sitofp(totals[0], vector(f32))
+
+    @intrinsic(prefer_literal=True)
+    def tile(typing_context, rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
+        def code(context, builder, signature, args):
+            kinds, (rows, outs) = signature.args, (kind.literal_value for kind in signature.args[:2])
+            row, o, start, length, at, column, ahead, fetch = (
+                context.cast(builder, args[n], kinds[n], types.intp) for n in (3, 5, 6, 7, 9, 10, 12, 13))
+            step, total, ready, dot = flavour(kinds[2].dtype, kinds[4].dtype)
+            xs, weights, places = ([element(context, builder, kinds[n], args[n], [builder.add(i, i64(r)), k])
+                                    for r in range(count)] for n, i, k, count in
+                                   ((2, row, start, rows), (4, o, start, outs), (8, at, column, rows)))
+            size = context.get_abi_sizeof(context.get_data_type(kinds[4].dtype))
+            first = builder.bitcast(weights[0], i8.as_pointer())
+            zero = ir.Constant(vector(total), None)
+            totals = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * outs)]
+
+            def add_up(index, part=None):
+                ws = [ready(builder, loaded(builder, builder.gep(w, [index]), step, part)) for w in weights]
+                for r in range(rows):
+                    values = loaded(builder, builder.gep(xs[r], [index]), step, part)
+                    for w, place in zip(ws, totals[r * outs:]):
+                        builder.store(dot(builder, builder.load(place), values, w), place)
+
+            whole = builder.udiv(length, i64(step))
+            with cgutils.for_range(builder, whole) as loop:
+                index = builder.mul(loop.index, i64(step))
+                line = builder.add(ahead, builder.mul(builder.mul(index, fetch), i64(size)))
+                with cgutils.for_range(builder, fetch) as nth:       # one after another, as memory likes it
+                    further = builder.mul(nth.index, i64(step * size))
+                    fetched(builder, builder.gep(first, [builder.add(line, further)]))
+                add_up(index)
+            index = builder.mul(whole, i64(step))
+            rest = builder.sub(length, index)
+            with builder.if_then(builder.icmp_signed(">", rest, i64(0)), likely=False):
+                add_up(index, rest)
+            found = summed(builder, [builder.load(place) for place in totals])
+            for r, place in enumerate(places):
+                mask = ir.Constant(vector(i32, outs), list(range(r * outs, (r + 1) * outs)))
+                own = builder.shuffle_vector(found, found, mask)
+                before = loaded(builder, place, outs)
+                own = builder.fadd(own, builder.select(args[11], before, ir.Constant(before.type, None)))
+                builder.store(own, builder.bitcast(place, own.type.as_pointer())).align = 4
+            return context.get_dummy_value()
+        return types.void(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch), code
+
+    @intrinsic(prefer_literal=True)
+    def outer(typing_context, rows, x, row, weight, column, out, add):
+        def code(context, builder, signature, args):
+            kinds, rows = signature.args, signature.args[0].literal_value
+            row, column = (context.cast(builder, args[n], kinds[n], types.intp) for n in (2, 4))
+            K = cgutils.unpack_tuple(builder, context.make_array(kinds[3])(context, builder, args[3]).shape)[0]
+            places = [[element(context, builder, kinds[5], args[5],
+                               [builder.add(row, i64(r)), builder.add(column, i64(n * lanes))]) for n in range(outs)]
+                      for r in range(rows)]
+            zero = ir.Constant(vector(f32), None)
+            totals = [[cgutils.alloca_once_value(builder, builder.select(args[6], loaded(builder, place, lanes), zero))
+                       for place in own] for own in places]
+            with cgutils.for_range(builder, K) as loop:
+                ws = [loaded(builder, element(context, builder, kinds[3], args[3], [
+                    loop.index, builder.add(column, i64(n * lanes))]), lanes) for n in range(outs)]
+                for r, own in enumerate(totals):
+                    number = builder.load(element(context, builder, kinds[1], args[1],
+                                                  [builder.add(row, i64(r)), loop.index]))
+                    lane = builder.insert_element(ir.Constant(vector(f32), ir.Undefined), number, i32(0))
+                    spread = builder.shuffle_vector(lane, lane, constant(vector(i32), 0))
+                    for w, total in zip(ws, own):
+                        builder.store(fused(builder, builder.load(total), spread, w), total)
+            for own, total in zip(itertools.chain(*places), itertools.chain(*totals)):
+                value = builder.load(total)
+                builder.store(value, builder.bitcast(own, value.type.as_pointer())).align = 4
+            return context.get_dummy_value()
+        return types.void(rows, x, row, weight, column, out, add), code
+
+    return {"_widen": widen, "_as": as_stored, "_as_float": as_float, "_fetch": fetch, "_tile": tile,
+            "ROWS": rows, "OUTS": outs, "COLUMNS": outs * lanes, "_outer": outer}
+
+
+def physical_cores():
+    """How many cores this process may use, or None where the system does not tell. Two threads of one core share its
+    arithmetic and its caches: products gain nothing from the second, and wait for it."""
+    with contextlib.suppress(OSError, AttributeError):
+        topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
+
+
+def use_threads(count=None):
+    """Products run on `count` threads; by default on as many as there are physical cores."""
+    if count := count or physical_cores():
+        torch.set_num_threads(count)
+
+
+def as_array(tensor):
+    """A tensor on the CPU as the kernels take it: 16-bit floats as the integers of their bits, None as nothing."""
+    if tensor is None:
+        return np.empty(0, np.float32)
+    kind = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().contiguous().view(kind).numpy()
