@@ -177,7 +177,7 @@ def random_model(**config):
 
 def copy_as(model, variant, dtype, device):
     """The same weights as another class, in another dtype, on another device."""
-    state = {name: engine.room(value.shape, dtype, device).copy_(value) for name, value in model.state_dict().items()}
+    state = {name: engine.empty_weight(value.shape, dtype, device).copy_(value) for name, value in model.state_dict().items()}
     if model.lm_head.weight is model.wte.weight:
         state["lm_head.weight"] = state["wte.weight"]
     return engine.with_weights(engine.empty_model(variant, model.config, model.name, {}), state)

@@ -91,7 +91,7 @@ def hub_folder(name):
         return folder
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{name} is not in the local cache, and HF_HUB_OFFLINE is set")
-    if why := no_answer(lambda: HfApi().model_info(name, timeout=HUB_SECONDS)):
+    if why := hub_failure(lambda: HfApi().model_info(name, timeout=HUB_SECONDS)):
         raise UserError(f"{name} is not in the local cache, and the hub did not give it ({why})")
     if folder := snapshot(name, local=False):
         return folder
@@ -116,7 +116,7 @@ def snapshot(name, local):
     return None
 
 
-def no_answer(call):
+def hub_failure(call):
     """Why `call` failed, or did not return within HUB_SECONDS, in a few words; None where it went well.
 
     In a thread of its own, since a look-up of a host's name knows no time limit.
@@ -211,7 +211,7 @@ def read_tensors(path):
         raise UserError(f"{path} can't be read, is it complete? ({first_line(err)})") from None
 
 
-def _aligned(rows, columns, like):
+def aligned_empty(rows, columns, like):
     """Memory (rows, columns) in the dtype of `like` that begins with a cache line: a load across two costs double."""
     line = 64 // like.itemsize
     raw = np.empty(rows * columns + line, like.dtype)
@@ -219,13 +219,13 @@ def _aligned(rows, columns, like):
     return raw[skip:skip + rows * columns].reshape(rows, columns)
 
 
-def room(shape, dtype, device):
+def empty_weight(shape, dtype, device):
     """Memory for a weight. On a CPU biases and LayerNorms are float32, whatever dtype the matrices have, and the
     memory is numpy's, which asks Linux for huge pages: they are read 4 % faster."""
     if torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     dtype = dtype if len(shape) > 1 else torch.float32
-    raw = _aligned(1, math.prod(shape) * dtype.itemsize, np.empty(0, np.uint8))[0]
+    raw = aligned_empty(1, math.prod(shape) * dtype.itemsize, np.empty(0, np.uint8))[0]
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
@@ -253,7 +253,7 @@ def read_weights(folder, shapes, tied, dtype, device):
             if name == "lm_head.weight" and "wte.weight" in state and torch.equal(tensor.to(device, dtype),
                                                                                   state["wte.weight"]):
                 continue  # written out although it is tied
-            state[name] = room(shapes[name], dtype, device)
+            state[name] = empty_weight(shapes[name], dtype, device)
             state[name].copy_(tensor.t() if conv1d else tensor)
             if not state[name].sum(dtype=torch.float32).isfinite():
                 raise UserError(f"{path}: {key} holds NaN or infinity as {dtype}")
@@ -277,5 +277,5 @@ def random_weights(shapes, dtype, device):
             tensor = torch.ones(shape)
         elif name != "lm_head.weight":
             tensor = torch.empty(shape).normal_(0, 0.02, generator=generator)
-        state[name] = state["wte.weight"] if name == "lm_head.weight" else room(shape, dtype, device).copy_(tensor)
+        state[name] = state["wte.weight"] if name == "lm_head.weight" else empty_weight(shape, dtype, device).copy_(tensor)
     return state

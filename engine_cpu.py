@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from checkpoint import _aligned
+from checkpoint import aligned_empty
 
 BLOCK = 64       # outputs that a task computes
 PANEL = 128      # rows that it multiplies while their weights are in the first cache
@@ -95,7 +95,7 @@ def _gelu(x):
 
 
 def _rounded(x, like):
-    y = _aligned(x.shape[0], x.shape[1], like)
+    y = aligned_empty(x.shape[0], x.shape[1], like)
     for row in prange(x.shape[0]):
         for k in range(x.shape[1]):
             y[row, k] = _as(x[row, k], y)
@@ -104,7 +104,7 @@ def _rounded(x, like):
 
 def _scaled(x, like):
     """Whole numbers of 16 bits, so large that the sum of K products with 8-bit weights stays below 2 ** 31."""
-    y, factors = _aligned(x.shape[0], x.shape[1], like), np.empty(x.shape[0], np.float32)
+    y, factors = aligned_empty(x.shape[0], x.shape[1], like), np.empty(x.shape[0], np.float32)
     limit = np.float32(min(32767, 2 ** 24 // x.shape[1] - 1))
     for row in prange(x.shape[0]):
         largest, nothing = np.float32(1e-30), ZERO
@@ -270,8 +270,8 @@ def _attend_block(qkv, first, n, head, keys_of, values_of, table, before, page_s
     """
     D = qkv.shape[3]
     width, lanes = (D + COLUMNS - 1) // COLUMNS * COLUMNS, (n + COLUMNS - 1) // COLUMNS * COLUMNS
-    queries, keys, scores = _aligned(D, lanes, qkv), _aligned(KEYS, D, qkv), _aligned(KEYS, lanes, qkv)
-    values, acc, state = _aligned(KEYS, width, qkv), _aligned(lanes, width, qkv), _aligned(3, lanes, qkv)
+    queries, keys, scores = aligned_empty(D, lanes, qkv), aligned_empty(KEYS, D, qkv), aligned_empty(KEYS, lanes, qkv)
+    values, acc, state = aligned_empty(KEYS, width, qkv), aligned_empty(lanes, width, qkv), aligned_empty(3, lanes, qkv)
     m_i, l_i, m_new = state[0], state[1], state[2]                   # running maximum, sum of exp(score - m_i)
     for t in range(lanes):
         m_i[t], l_i[t] = -np.inf, ZERO
@@ -401,7 +401,7 @@ def cpu_kernels():
                 kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in args))
         return launch
 
-    for helper in _aligned, _exp, _gelu, _tiles, _finish, _outer_products, _attend_block, _store:
+    for helper in aligned_empty, _exp, _gelu, _tiles, _finish, _outer_products, _attend_block, _store:
         compiled(helper)
     for helper in _rounded, _scaled, _multiply, _normalise, _attend_one, _attend_many:
         compiled(helper, parallel=True)
