@@ -16,11 +16,15 @@ import threading
 import types
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from checkpoint import aligned_empty
+import engine
+from checkpoint import ACTIVATIONS, aligned_empty, empty_weight
 
 BLOCK = 64       # outputs that a task computes
 PANEL = 128      # rows that it multiplies while their weights are in the first cache
@@ -36,6 +40,37 @@ QUERIES, KEYS = 128, 64  # of a prompt, that a task attends at a time
 #     bfloat16        31 / 36   41 / 46   323 / 327
 #     int8            30 / 68   41 / 79   338 / 357
 MANY_ROWS = 64
+
+
+class Product(NamedTuple):
+    """A projection as the kernels take it, see `as_array`."""
+
+    weight: np.ndarray       # (out, in)
+    scale: np.ndarray        # (out) float32: of int8 rows, else 1
+    bias: np.ndarray         # (out) float32
+    activations: np.ndarray  # empty, of the dtype in which activations are multiplied by this weight
+
+
+class Norm(NamedTuple):
+    """A LayerNorm as the kernels take it."""
+
+    weight: np.ndarray       # (C) float32
+    bias: np.ndarray         # (C) float32
+    eps: np.float32
+
+
+class KVView(NamedTuple):
+    """Some rows of new tokens, and the pages of the sequences that they continue. Rows of one token come first."""
+
+    k: np.ndarray            # (L, H, slots, D)
+    v: np.ndarray            # (L, H, slots, D)
+    slots: np.ndarray        # (N) of the new tokens of all rows, end to end
+    page_ids: np.ndarray     # (B, P)
+    stored: np.ndarray       # (B) tokens that each row stores already
+    counts: np.ndarray       # (B) new tokens that each row brings
+    page_size: int
+
+
 # What `intrinsics` binds to the machine's instructions; here is what they mean.
 prange = range
 ROWS, OUTS, COLUMNS = 4, 4, 64
@@ -171,15 +206,19 @@ def _multiply(x, factors, weight, scale, bias, out, add, gelu):
                         out[panel + r, first:first + outs], add, gelu)
 
 
-def _project(x, linear, out, add, gelu):
-    """`_multiply` by a projection: weight, scale, bias, and an array of the dtype of its activations."""
-    y, factors = _narrowed(x, linear[3])
-    _multiply(y, factors, linear[0], linear[1], linear[2], out, add, gelu)
+# numba reads a plain tuple from Python three times as fast as a named one, which a step of a small model feels. So
+# Products, Norms and KVViews come as plain tuples of their fields, and get their names where they are used.
+
+def _project(x, product, out, add, gelu):
+    """`_multiply` by a Product."""
+    p = Product(*product)
+    y, factors = _narrowed(x, p.activations)
+    _multiply(y, factors, p.weight, p.scale, p.bias, out, add, gelu)
 
 
 def _normalise(x, norm, out):
-    """LayerNorm of the rows of x (N, C). norm: weight, bias, epsilon."""
-    weight, bias, eps = norm
+    """LayerNorm of the rows of x (N, C) by a Norm."""
+    n = Norm(*norm)
     C = x.shape[1]
     for row in prange(x.shape[0]):
         mean = square = np.float32(0)
@@ -188,23 +227,23 @@ def _normalise(x, norm, out):
         mean /= np.float32(C)
         for c in range(C):
             square += (x[row, c] - mean) * (x[row, c] - mean)
-        factor = ONE / np.sqrt(square / np.float32(C) + eps)
+        factor = ONE / np.sqrt(square / np.float32(C) + n.eps)
         for c in range(C):
-            out[row, c] = (x[row, c] - mean) * factor * weight[c] + bias[c]
+            out[row, c] = (x[row, c] - mean) * factor * n.weight[c] + n.bias[c]
 
 
-def _begin(x, norm, attn, y, qkv):
-    """The first part of a block: qkv (N, 3C) = c_attn(y), y (N, C) = ln_1(x)."""
-    _normalise(x, norm, y)
-    _project(y, attn, qkv, False, False)
+def _begin(x, ln_1, c_attn, y, qkv):
+    """The first part of a block: y (N, C) = ln_1(x), qkv (N, 3C) = c_attn(y)."""
+    _normalise(x, ln_1, y)
+    _project(y, c_attn, qkv, False, False)
 
 
-def _end(x, attended, proj, norm, fc, proj_2, y, h):
-    """The rest of it, in place: x += c_proj(attended), y = ln_2(x), h = gelu(mlp.c_fc(y)), x += mlp.c_proj(h)."""
-    _project(attended, proj, x, True, False)
-    _normalise(x, norm, y)
-    _project(y, fc, h, False, True)
-    _project(h, proj_2, x, True, False)
+def _end(x, attended, attn_c_proj, ln_2, c_fc, mlp_c_proj, y, h):
+    """The rest of it, in place: x += attn.c_proj(attended), y = ln_2(x), h = gelu(c_fc(y)), x += mlp.c_proj(h)."""
+    _project(attended, attn_c_proj, x, True, False)
+    _normalise(x, ln_2, y)
+    _project(y, c_fc, h, False, True)
+    _project(h, mlp_c_proj, x, True, False)
 
 
 def _attend_one(qkv, pool_k, pool_v, tables, lengths, page_size, scale, out):
@@ -337,48 +376,52 @@ def _store(qkv, pool_k, pool_v, slots):
                 pool_v[head, slots[n], d] = _as(qkv[n, 2, head, d], pool_v)
 
 
-def _attend(qkv, pages, layer, scale, out):
-    """Store and attend the new tokens of all rows, end to end. qkv (N, 3, H, D), out (N, H, D).
-
-    pages: the pools (L, H, slots, D), slots of the new tokens (N), tables (B, P), how many tokens each row stores (B)
-    and brings (B), page size.
-    """
-    pool_k, pool_v, slots, tables, lengths, counts, page_size = pages
-    pool_k, pool_v = pool_k[layer], pool_v[layer]
-    _store(qkv, pool_k, pool_v, slots)
-    single = 0                                                       # rows of one token, which come first
-    while single < len(counts) and counts[single] == 1:
+def _attend(qkv, view, layer, scale, out):
+    """Store and attend the new tokens of all rows of a KVView, end to end. qkv (N, 3, H, D), out (N, H, D)."""
+    kv = KVView(*view)
+    pool_k, pool_v = kv.k[layer], kv.v[layer]
+    _store(qkv, pool_k, pool_v, kv.slots)
+    single = 0                                                       # rows of one token
+    while single < len(kv.counts) and kv.counts[single] == 1:
         single += 1
     if single:
-        _attend_one(qkv[:single], pool_k, pool_v, tables, lengths, page_size, scale, out[:single])
-    at = single
-    for row in range(single, len(counts)):
-        end = at + counts[row]
-        _attend_many(qkv[at:end], pool_k, pool_v, tables[row], lengths[row], page_size, scale, out[at:end])
-        at = end
+        _attend_one(qkv[:single], pool_k, pool_v, kv.page_ids, kv.stored, kv.page_size, scale, out[:single])
+    first = single
+    for row in range(single, len(kv.counts)):
+        end = first + kv.counts[row]
+        _attend_many(qkv[first:end], pool_k, pool_v, kv.page_ids[row], kv.stored[row], kv.page_size, scale,
+                     out[first:end])
+        first = end
 
 
-def _block(x, norm, attn, pages, layer, scale, proj, norm_2, fc, proj_2, room):
-    """A whole block, in place, over a pool of pages. room: memory for what lies between: N * (5C + inner) numbers."""
-    (N, C), H = x.shape, pages[0].shape[1]
-    y, attended, qkv = room[:N * C], room[N * C:2 * N * C], room[2 * N * C:5 * N * C]
-    h = room[5 * N * C:N * (5 * C + fc[0].shape[0])]
-    _begin(x, norm, attn, y.reshape(N, C), qkv.reshape(N, 3 * C))
-    _attend(qkv.reshape(N, 3, H, C // H), pages, layer, scale, attended.reshape(N, H, C // H))
-    _end(x, attended.reshape(N, C), proj, norm_2, fc, proj_2, y.reshape(N, C), h.reshape(N, fc[0].shape[0]))
+def _block(x, weights, view, layer, scale, workspace):
+    """A whole block, in place, over the pages of a KVView. x (N, C); weights: the fields of BlockWeights.
+
+    workspace: memory for what lies between the operators, N * (5C + inner) numbers.
+    """
+    ln_1, c_attn, attn_c_proj, ln_2, c_fc, mlp_c_proj = weights
+    (N, C), H, inner = x.shape, KVView(*view).k.shape[1], Product(*c_fc).weight.shape[0]
+    y = workspace[:N * C].reshape(N, C)
+    attended = workspace[N * C:2 * N * C]
+    qkv = workspace[2 * N * C:5 * N * C]
+    h = workspace[5 * N * C:N * (5 * C + inner)].reshape(N, inner)
+    _begin(x, ln_1, c_attn, y, qkv.reshape(N, 3 * C))
+    _attend(qkv.reshape(N, 3, H, C // H), view, layer, scale, attended.reshape(N, H, C // H))
+    _end(x, attended.reshape(N, C), attn_c_proj, ln_2, c_fc, mlp_c_proj, y, h)
 
 
 @functools.cache
 def cpu_kernels():
-    """The kernels, compiled; None where numba is missing.
+    """The kernels, compiled; None where numba is missing, or told not to compile.
 
-    They need no compiler on the machine and are kept in __pycache__. Their plain twins, which run without
-    numba and which the tests compare them with, are `Block.forward`, `Linear.forward` and `PagedKVCache.attend`.
-    Activations, biases and LayerNorms are float32; weights as `as_array` gives them.
+    They need no compiler on the machine and are kept in __pycache__. Activations, biases and LayerNorms are float32;
+    weights as `as_array` gives them.
     """
     try:
         import numba
     except ImportError:
+        return None
+    if numba.config.DISABLE_JIT:
         return None
     # Bound to a copy of this module's names: numba would keep no kernel that closes over another.
     scope = globals() | {"prange": numba.prange} | intrinsics()
@@ -398,7 +441,7 @@ def cpu_kernels():
         def launch(*args):
             with lock:
                 numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # of this thread
-                kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in args))
+                kernel(*(x.numpy() if isinstance(x, Tensor) else x for x in args))
         return launch
 
     for helper in aligned_empty, _exp, _gelu, _tiles, _finish, _outer_products, _attend_block, _store:
@@ -659,9 +702,251 @@ def use_threads(count=None):
         torch.set_num_threads(count)
 
 
-def as_array(tensor):
-    """A tensor on the CPU as the kernels take it: 16-bit floats as the integers of their bits, None as nothing."""
-    if tensor is None:
-        return np.empty(0, np.float32)
+def as_array(tensor: Tensor) -> np.ndarray:
+    """A tensor on the CPU as the kernels take it: 16-bit floats as the integers of their bits. The same memory, but for
+    one that is not contiguous."""
     kind = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(tensor.dtype, tensor.dtype)
     return tensor.detach().contiguous().view(kind).numpy()
+
+
+# ---------------------------------------------------------------------------------------------------
+# What the kernels replace in the model; see engine.Backend. Weights are packed when they have come or moved: a module
+# whose weights no kernel takes (another device, float64) runs as its plain class does.
+
+KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
+
+
+def kernels_apply(x: Tensor, rows: int) -> bool:
+    """Whether the kernels are the fastest for so many rows of activations x, and take them."""
+    return x.is_cpu and x.dtype == torch.float32 and (rows <= MANY_ROWS or "avx2" in processor_features())
+
+
+@functools.cache
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this build and processor have oneDNN's linear for `dtype`; tried once, on a small product."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    one = torch.ones(8, 8, dtype=dtype)
+    try:
+        torch.ops.mkldnn._linear_pointwise(one, one, None, "none", [], "")
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+class OneDnnLinear(engine.Linear):
+    """A projection by oneDNN where torch has it, which is faster than the BLAS behind F.linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.float_weight()
+        x = x.to(weight.dtype)
+        bias = None if self.bias is None else self.bias.to(weight.dtype)
+        if x.is_cpu and onednn_multiplies(weight.dtype):
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return F.linear(x, weight, bias)
+
+    def float_weight(self) -> Tensor:
+        """The weight (out, in) in a dtype that torch multiplies."""
+        return self.weight
+
+
+class TiledLinear(OneDnnLinear):
+    """A projection by our kernel, whose result is float32."""
+
+    product: tuple | None = None                                     # the fields of a Product
+
+    def scales(self) -> Tensor:
+        """By what each row of the weight is multiplied: (out) float32."""
+        return torch.ones(self.weight.shape[0])
+
+    def pack(self) -> None:
+        """Take the weights as they are now."""
+        if not self.weight.is_cpu or self.weight.dtype not in KERNEL_DTYPES:
+            self.product = None
+            return
+        bias = torch.zeros(self.weight.shape[0]) if self.bias is None else self.bias.float()
+        self.product = tuple(Product(as_array(self.weight), as_array(self.scales()), as_array(bias),
+                                     activations_like(self.weight)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_out, n_in = self.weight.shape
+        rows = x.numel() // n_in
+        if self.product is None or not kernels_apply(x, rows):
+            return super().forward(x)
+        out = torch.empty(rows, n_out)
+        cpu_kernels().project(x.reshape(rows, n_in).contiguous(), self.product, out, False, False)
+        return out.view(*x.shape[:-1], n_out)
+
+
+class BlockWeights(NamedTuple):
+    """The weights of a block, each the fields of a Norm or a Product."""
+
+    ln_1: tuple
+    c_attn: tuple
+    attn_c_proj: tuple
+    ln_2: tuple
+    c_fc: tuple
+    mlp_c_proj: tuple
+
+
+class TiledBlock(engine.Block):
+    """A block in one call of our kernels where they reach keys and values, else in one before and one behind."""
+
+    weights: tuple | None = None                                     # the fields of BlockWeights
+
+    def pack(self) -> None:
+        """Take the weights as they are now; none where the kernels don't know the activation function."""
+        attn, mlp = self.attn, self.mlp
+        linears = attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj
+        products = [getattr(linear, "product", None) for linear in linears]
+        if mlp.act is not ACTIVATIONS["gelu_new"] or any(product is None for product in products):
+            self.weights = None
+            return
+        c_attn, attn_c_proj, c_fc, mlp_c_proj = products
+        ln_1, ln_2 = (tuple(Norm(as_array(norm.weight.float()), as_array(norm.bias.float()), np.float32(norm.eps)))
+                      for norm in (self.ln_1, self.ln_2))
+        self.weights = tuple(BlockWeights(ln_1, c_attn, attn_c_proj, ln_2, c_fc, mlp_c_proj))
+        self.inner = mlp.c_fc.weight.shape[0]
+        self.layer = attn.layer
+        self.scale = np.float32(attn.scale)
+
+    def forward(self, x: Tensor, kv: engine.KV) -> Tensor:
+        B, T, C = x.shape
+        if self.weights is None or not kernels_apply(x, B * T):
+            return super().forward(x, kv)
+        x = x.contiguous()
+        rows = x.view(B * T, C)
+        if isinstance(kv, TiledKV):
+            workspace = kv.cache.workspace(B * T * (5 * C + self.inner))
+            cpu_kernels().block(rows, self.weights, kv.view, self.layer, self.scale, workspace)
+        else:
+            ln_1, c_attn, *rest = self.weights
+            y, qkv, h = torch.empty(B * T, C), torch.empty(B, T, 3 * C), torch.empty(B * T, self.inner)
+            cpu_kernels().begin(rows, ln_1, c_attn, y, qkv.view(B * T, 3 * C))
+            cpu_kernels().end(rows, self.attn.attend(qkv, kv).view(B * T, C), *rest, y, h)
+        return x
+
+
+class TiledCache(engine.PagedKVCache):
+    """A pool whose pages the kernels read, in the weights' own 16 bits: bfloat16 beside int8."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.arrays = None                                           # keys and values as the kernels take them
+        if self.k.is_cpu and self.k.dtype in KERNEL_DTYPES:
+            self.arrays = as_array(self.k), as_array(self.v)
+        self.memory = np.empty(0, np.float32)
+
+    @staticmethod
+    def dtype_beside(weight: Tensor) -> torch.dtype:
+        if not weight.is_cpu or weight.dtype not in KERNEL_DTYPES:
+            return engine.PagedKVCache.dtype_beside(weight)
+        return torch.bfloat16 if weight.dtype == torch.int8 else weight.dtype
+
+    def new_kv(self, tables=None, counts=None) -> engine.PagedKV:
+        return TiledKV(self, tables, counts) if self.arrays else super().new_kv(tables, counts)
+
+    def workspace(self, size: int) -> np.ndarray:
+        """Memory for `size` numbers between a block's operators, kept: taken anew, it would be zeroed page by page."""
+        memory = self.memory                                         # another thread may replace it
+        if memory.size < size:
+            memory = aligned_empty(1, size, np.empty(0, np.float32))[0]
+            self.memory = memory
+        return memory
+
+
+class TiledKV(engine.PagedKV):
+    """Some sequences of a pool, stored and attended by our kernels over the page table."""
+
+    def plan(self, positions: np.ndarray) -> Tensor:
+        k, v = self.cache.arrays
+        page_ids = self.page_ids()
+        self.view = tuple(KVView(
+            k, v, slots=self.new_slots(page_ids, positions), page_ids=page_ids,
+            stored=np.array([table.length for table in self.tables]), counts=np.array(self.counts),
+            page_size=self.cache.page_size))
+        return torch.from_numpy(positions)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        B, H, T, D = q.shape
+        qkv = torch.stack([x.transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v)], 1).float()  # rows end to end
+        out = torch.empty(B * T, H, D)
+        cpu_kernels().attend(qkv, self.view, layer, np.float32(scale), out)
+        return out.view(B, T, H, D).transpose(1, 2).to(q.dtype)
+
+
+def pack(model: engine.GPT2) -> None:
+    """Take all weights as they are now."""
+    for module in model.modules():
+        if isinstance(module, TiledLinear):
+            module.pack()
+    for block in model.h:
+        block.pack()
+
+
+TILED = engine.Backend(linear=TiledLinear, block=TiledBlock, paged_cache=TiledCache, pack=pack)
+ONEDNN = engine.Backend(linear=OneDnnLinear)
+
+
+def best_backend() -> engine.Backend:
+    """The kernels' backend, and where numba is missing oneDNN's."""
+    return ONEDNN if cpu_kernels() is None else TILED
+
+
+# ---------------------------------------------------------------------------------------------------
+# int8 weights: modules that take the place of the model's own, which knows nothing of them.
+
+class Int8Linear(TiledLinear):
+    """A projection whose weight (out, in) is int8, times scale (out), one for each output channel."""
+
+    def __init__(self, n_in: int, n_out: int, bias: bool = True):
+        super().__init__(n_in, n_out, bias)
+        self.weight = nn.Parameter(torch.empty(n_out, n_in, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("scale", torch.empty(n_out))
+
+    @classmethod
+    def of(cls, linear: engine.Linear) -> "Int8Linear":
+        """A projection, rounded: symmetric, an error of at most 1/254 of a channel's largest weight."""
+        n_out, n_in = linear.weight.shape
+        with torch.device("meta"):
+            made = cls(n_in, n_out, bias=linear.bias is not None)
+        exact = linear.weight.detach().float()
+        made.scale = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        rounded = empty_weight(exact.shape, torch.int8, exact.device).copy_((exact / made.scale[:, None]).round())
+        made.weight = nn.Parameter(rounded, requires_grad=False)
+        made.bias = linear.bias
+        return made
+
+    def scales(self) -> Tensor:
+        return self.scale.float()
+
+    def float_weight(self) -> Tensor:
+        return self.weight * self.scale[:, None]
+
+
+class Int8Embedding(nn.Module):
+    """The embedding that is tied to a head of int8: ids (...) -> (..., C) float32."""
+
+    def __init__(self, head: Int8Linear):
+        super().__init__()
+        self.weight = head.weight
+        self.register_buffer("scale", head.scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight) * self.scale[ids][..., None]
+
+
+def quantize(model: engine.GPT2) -> None:
+    """All projections of a model to int8, in place, the head and the embedding tied to it included. A model that is
+    int8 already stays as it is."""
+    if isinstance(model.lm_head, Int8Linear):
+        return
+    tied = model.lm_head.weight is model.wte.weight
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, engine.Linear):
+                setattr(parent, name, Int8Linear.of(child))
+    if tied:
+        model.wte = Int8Embedding(model.lm_head)
+    model.swaps = (*model.swaps, quantize)
+    model.backend.pack(model)

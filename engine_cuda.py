@@ -767,8 +767,8 @@ def sample_twin(logits, records, state, eos):
 class FlashBlock(engine.Block):
     """The same block, with what stands around each product done in one kernel with it."""
 
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
+    def __init__(self, config, layer, linear=engine.Linear):
+        super().__init__(config, layer, linear)
         self.activation = config.activation_function
 
     def forward(self, x, kv):
@@ -779,15 +779,30 @@ class FlashBlock(engine.Block):
         return fused_linear(hidden, mlp.c_proj, residual=x)
 
 
-class FlashRecompute(engine.Recompute):
-    """Nothing is stored; all tokens go through the flash kernel."""
+class FlashLinear(engine.Linear):
+    """A projection. padded: a head's weight with rows up to a multiple of 8: cuBLAS is 5 times as fast by it."""
 
-    def attend(self, layer, q, k, v, scale):
-        return flash_attention(q, k, v, scale=scale)
+    padded = None
 
 
-class RowsKV(engine.Recompute):
-    """Rows whose places in the pool lie in fixed tensors, so that a graph can be captured over it."""
+def flash_head(x, norm, linear):
+    """The logits (B, T, V) float32 of x (B, T, C): engine.head, with sums in float32, not rounded in between."""
+    (B, T, _), V = x.shape, len(linear.weight)
+    if linear.padded is None or B * T <= FUSED_ROWS:
+        return fused_linear(x, linear, norm, dtype=torch.float32)
+    normed = layer_norm(x, norm).flatten(0, 1)
+    return torch.mm(normed, linear.padded.t(), out_dtype=torch.float32)[:, :V].view(B, T, V)
+
+
+def pack(model):
+    """Take the weights as they are now: on a GPU in 16 bits, the head's are padded."""
+    weight = model.lm_head.weight
+    in_16_bits = weight.is_cuda and weight.dtype != torch.float32
+    model.lm_head.padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 8)) if in_16_bits else None
+
+
+class RowsKV(engine.KV):
+    """Rows whose places in the pool lie in fixed tensors, so that a graph can be captured over it. It only attends."""
 
     def __init__(self, cache):
         self.cache = cache
@@ -825,16 +840,27 @@ class DecodeKV(RowsKV):
 class FlashKV(engine.PagedKV):
     """Some sequences of a pool on the GPU."""
 
-    def _plan(self):
+    def plan(self, positions):
         cache, stored, pages = self.cache, [t.length for t in self.tables], [t.pages for t in self.tables]
-        arrays = plan_rows(stored, self.new, pages, cache.page_size, block_m(cache), None)
+        arrays = plan_rows(stored, self.counts, pages, cache.page_size, block_m(cache), None)
         rows = Rows(*upload(arrays, cache.k.device), cache.page_size)
-        single = max(self.new) == 1
+        single = max(self.counts) == 1
         self.rows = DecodeKV(cache, rows.table, rows.positions) if single else PromptKV(cache, rows)
         return rows.positions
 
     def attend(self, layer, q, k, v, scale):
         return self.rows.attend(layer, q, k, v, scale)
+
+
+class FlashCache(engine.PagedKVCache):
+    """A pool whose pages the kernels read, in the weights' dtype on every device."""
+
+    @staticmethod
+    def dtype_beside(weight):
+        return weight.dtype
+
+    def new_kv(self, tables=None, counts=None):
+        return FlashKV(self, tables, counts)
 
 
 def block_m(cache):
@@ -864,34 +890,6 @@ def embed(records, last_token, wte, wpe):
     out = torch.empty(rows, C, dtype=dtype, device=wte.device)
     _embed_kernel[(rows,)](records, last_token, wte, wpe, out, records.stride(0), C, power_of_2(C), **early(out))
     return out
-
-
-class GPT2Flash(engine.GPT2Paged):
-    """GPT-2 on the GPU over the same pages: flash attention for prompts, split keys and CUDA graphs for decoding."""
-
-    block = FlashBlock
-
-    def forward(self, ids, kv=None, keep=slice(None)):
-        return super().forward(ids, FlashRecompute() if kv is None else kv, keep)
-
-    @functools.cached_property
-    def padded_head(self):
-        """The head's weight with rows up to a multiple of 8, which cuBLAS multiplies by 5 times as fast."""
-        weight = self.lm_head.weight
-        return torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 8))
-
-    def head(self, x):
-        (B, T, _), V = x.shape, self.config.vocab_size
-        if x.is_cuda and x.dtype != torch.float32 and B * T > FUSED_ROWS:  # sums in float32, not rounded in between
-            normed = layer_norm(x, self.ln_f).flatten(0, 1)
-            return torch.mm(normed, self.padded_head.t(), out_dtype=torch.float32)[:, :V].view(B, T, V)
-        return fused_linear(x, self.lm_head, self.ln_f, dtype=torch.float32)
-
-    def new_kv(self, tables=None, counts=None):
-        return FlashKV(self.cache, tables, counts)
-
-    def new_runner(self, max_batch_size):
-        return FlashRunner(self, max_batch_size)
 
 
 class FlashRunner(engine.Runner):
@@ -1120,6 +1118,16 @@ def to_host(x):
     """A copy of x on the host, which is there once the device has come so far."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     return host.copy_(x, non_blocking=True)
+
+
+BACKEND = engine.Backend(linear=FlashLinear, block=FlashBlock, head=flash_head, attention=flash_attention,
+                         paged_cache=FlashCache, runner=FlashRunner, pack=pack)
+
+
+class GPT2Flash(engine.GPT2Paged):
+    """GPT-2 on the GPU over the same pages: flash attention for prompts, split keys and CUDA graphs for decoding."""
+
+    backend = BACKEND
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import queue
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 
@@ -18,6 +19,224 @@ from errors import OutOfPages, QueueFull, UserError, check_number
 from sampling import SamplingParams, sample, token_logprobs
 from tokenizer import TextStream
 
+# ---------------------------------------------------------------------------------------------------
+# Pages: who owns which (PagePool), which of them are found again (PrefixCache), which are a sequence (PageTable). Their
+# memory is the business of engine.PagedKVCache.
+
+def slots_of(tables, rows, positions, page_size: int):
+    """Where tokens stand in a pool: tables (B, P) page ids; rows (N) and positions (N) of tokens -> slots (N).
+
+    numpy arrays or tensors; `rows` may be one number.
+    """
+    return tables[rows, positions // page_size] * page_size + positions % page_size
+
+
+class PrefixCache:
+    """Which full page holds which tokens, so that a prompt that begins alike finds it again.
+
+    A page is known by a key: (number of the page before it, its own tokens). So it is found only behind the very tokens
+    after which it was computed, compared one by one. Numbers are never used twice, unlike page ids: whatever stood
+    behind a page that was evicted is not found behind the next that lies there.
+    """
+
+    def __init__(self):
+        self.known = {}                                              # key -> (page, number)
+        self.key_of = {}                                             # page -> key
+        self.numbers = itertools.count(1)                            # 0 is the parent of a sequence's first page
+
+    def find(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """(page, its number) of the page that holds `tokens` behind page number `parent`, or None."""
+        return self.known.get((parent, tuple(tokens)))
+
+    def add(self, parent: int, tokens: Sequence[int], page: int) -> int | None:
+        """Make a page known -> the number of the page that is known for these tokens behind `parent`, maybe another.
+
+        None where the page is known already as following a page since forgotten; so is all that follows it.
+        """
+        key = parent, tuple(tokens)
+        if key not in self.known and page not in self.key_of:
+            self.known[key] = page, next(self.numbers)
+            self.key_of[page] = key
+        return self.known[key][1] if key in self.known else None
+
+    def forget(self, page: int) -> None:
+        """The page will hold something else."""
+        del self.known[self.key_of.pop(page)]
+
+
+class PagePool:
+    """Who owns which of a fixed number of pages. A page id stands for page_size consecutive tokens of one sequence, in
+    every layer.
+
+    Each page is free, used (by one page table or several, counted in `references`) or cached: known to the prefix cache
+    and held by nobody, to be taken when it is needed. `lock` is around every change, and may be held around several.
+    """
+
+    def __init__(self, page_size: int = 16, max_pages: int = 256):
+        check_number("page_size", page_size, Integral, 1)
+        check_number("max_pages", max_pages, Integral, 1)
+        self.page_size = page_size
+        self.max_pages = max_pages
+        self.lock = threading.RLock()
+        self.is_free = np.ones(max_pages, dtype=bool)
+        self.references = np.zeros(max_pages, dtype=np.int64)        # how many page tables hold the page
+        self.prefixes = PrefixCache()
+        self.unused = {}                                             # cached pages, the least recently used first
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return int(np.count_nonzero(self.is_free))
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that no sequence holds, kept since a prompt may begin with them."""
+        return len(self.unused)
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that sequences hold."""
+        return self.max_pages - self.free_pages - self.cached_pages
+
+    def new_table(self) -> "PageTable":
+        """The page table of a new sequence."""
+        return PageTable(self)
+
+    def check_free(self, count: int) -> None:
+        """Raises OutOfPages where fewer than `count` pages can be had."""
+        available = self.free_pages + self.cached_pages
+        if count > available:
+            raise OutOfPages(f"{count} pages of {self.page_size} tokens are needed, "
+                             f"{available} of {self.max_pages} are free")
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Take `count` pages -> their ids, continuing behind page `after` where that is free. Raises OutOfPages.
+
+        Long runs of neighbouring pages are read as one view, so a new run starts in the middle of the longest free
+        stretch: whoever writes just before it keeps room to grow.
+        """
+        self.check_free(count)
+        self._evict(count - self.free_pages)
+        taken = []
+        for _ in range(count):
+            page = self.max_pages if after is None else after + 1
+            if page >= self.max_pages or not self.is_free[page]:
+                page = self._start_of_run(count - len(taken))
+            self.is_free[page] = False
+            self.references[page] = 1
+            taken.append(page)
+            after = page
+        return taken
+
+    def _evict(self, count: int) -> None:
+        for page in list(itertools.islice(self.unused, max(0, count))):
+            self.prefixes.forget(page)
+            del self.unused[page]
+            self.is_free[page] = True
+
+    def _start_of_run(self, count: int) -> int:
+        """The page at which a run of `count` pages had best begin."""
+        free = np.concatenate(([False], self.is_free, [False]))
+        edges = np.flatnonzero(free[1:] != free[:-1])                # where free stretches start and end, in turn
+        starts, ends = edges[::2], edges[1::2]
+        widest = int((ends - starts).argmax())
+        start, end = int(starts[widest]), int(ends[widest])
+        return start if start == 0 else max(start, min((start + end) // 2, end - count))
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """One more table holds pages that are stored already."""
+        for page in pages:
+            self.references[page] += 1
+            self.unused.pop(page, None)
+
+    def free(self, pages: Sequence[int]) -> None:
+        """One table gives its pages back. The last of them are evicted first: a prefix outlives what follows it."""
+        for page in reversed(pages):
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                if page in self.prefixes.key_of:
+                    self.unused[page] = None
+                else:
+                    self.is_free[page] = True
+
+
+class PageTable:
+    """The pages of one sequence, in order, and how many of its tokens are stored in them.
+
+    A table belongs to a sequence, not to a layer: one page id holds that page's slots for all layers. It owns its
+    pages: a table that is dropped gives them back, as any object does with its memory.
+    """
+
+    def __init__(self, pool: PagePool):
+        self.cache = pool
+        self.pages: list[int] = []
+        self.length = 0
+        self.known_pages = 0                                         # how many of its pages the prefix cache knows,
+        self.parent = 0                                              # and the number of the last of these
+
+    def missing(self, count: int) -> int:
+        """How many more pages `count` more tokens need."""
+        return max(0, -(-(self.length + count) // self.cache.page_size) - len(self.pages))
+
+    def grow(self, count: int) -> None:
+        """Take the pages that `count` more tokens need. Raises OutOfPages and takes none."""
+        more = self.missing(count)
+        if more:
+            with self.cache.lock:
+                self.pages += self.cache.allocate(more, after=self.pages[-1] if self.pages else None)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Begin with full pages that another table holds or held."""
+        with self.cache.lock:
+            self.cache.hold(pages)
+        self.pages = list(pages)
+        self.length = len(pages) * self.cache.page_size
+
+    def match(self, ids: Sequence[int]) -> None:
+        """Begin with the longest run of known full pages that hold the first of `ids`."""
+        size = self.cache.page_size
+        self.parent = 0
+        known = []
+        with self.cache.lock:
+            for first in range(0, len(ids) - size + 1, size):
+                found = self.cache.prefixes.find(self.parent, ids[first:first + size])
+                if found is None:
+                    break
+                page, self.parent = found
+                known.append(page)
+            self.known_pages = len(known)
+            self.share(known)
+
+    def remember(self, ids: Sequence[int]) -> None:
+        """Make full pages known, so that others who begin with the same ids find them. ids: those of this sequence that
+        are known; the last token stored may not be."""
+        size = self.cache.page_size
+        with self.cache.lock:
+            for n in range(self.known_pages, min(self.length, len(ids)) // size):
+                number = self.cache.prefixes.add(self.parent, ids[n * size:(n + 1) * size], self.pages[n])
+                if number is None:
+                    break
+                self.parent = number
+                self.known_pages = n + 1
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens after the first `length`; their pages stay, for what comes instead."""
+        self.length = min(self.length, length)
+
+    def release(self) -> None:
+        """Give all pages back."""
+        with self.cache.lock:
+            self.cache.free(self.pages)
+        self.pages = []
+        self.length = 0
+        self.known_pages = 0
+        self.parent = 0
+
+    __del__ = release
+
+
+# ---------------------------------------------------------------------------------------------------
+# A request
 
 class Request:
     """One prompt on its way to a text.

@@ -13,7 +13,10 @@ import torch
 from conftest import IDS, VARIANTS, fill_with_nan, make_oracle, run_to_end
 
 import engine
+import engine_cpu
 
+BACKENDS = {"best": engine.best_backend("cpu"), "plain": engine.PLAIN}
+backends = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 CONFIGS = [
     dict(n_layer=1, n_head=1, n_embd=7),                                       # odd head dim
     dict(n_layer=2, n_head=3, n_embd=33),
@@ -47,13 +50,14 @@ def logits_in_pieces(model, ids, sizes):
     return torch.cat(out, dim=1)
 
 
+@backends
 @pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
-def test_logits_are_transformers(oracle_folder, config):
+def test_logits_are_transformers(oracle_folder, config, backend):
     oracle, folder = oracle_folder(seed=len(str(config)), **config)
     ids = torch.randint(oracle.config.vocab_size, (2, 61), generator=torch.Generator().manual_seed(1))
     expected = oracle(ids).logits
     for variant in VARIANTS:
-        model = fill_with_nan(engine.load_model(str(folder), variant, **pages(variant, 16)))
+        model = fill_with_nan(engine.load_model(str(folder), variant, backend=backend, **pages(variant, 16)))
         for sizes in ([61], [1], [7], [5, 1, 17, 1]):
             torch.testing.assert_close(logits_in_pieces(model, ids, sizes), expected, atol=1e-4, rtol=0)
 
@@ -62,13 +66,14 @@ def pages(variant, page_size, max_pages=64):
     return dict(page_size=page_size, max_pages=max_pages) if variant is engine.GPT2Paged else {}
 
 
-def test_long_prompts_in_blocks_are_transformers(oracle_folder):
+@backends
+def test_long_prompts_in_blocks_are_transformers(oracle_folder, backend):
     """Over QUERY_BLOCK tokens attention goes block by block, also behind what is stored."""
     oracle, folder = oracle_folder(n_positions=400)
     ids = torch.randint(97, (1, 391), generator=torch.Generator().manual_seed(1))
     expected = oracle(ids).logits
     for variant in VARIANTS:
-        model = fill_with_nan(engine.load_model(str(folder), variant))
+        model = fill_with_nan(engine.load_model(str(folder), variant, backend=backend))
         for sizes in ([391], [128], [129], [100, 257, 34]):
             torch.testing.assert_close(logits_in_pieces(model, ids, sizes), expected, atol=1e-4, rtol=0)
 
@@ -108,32 +113,32 @@ def tiny_expected():
             for p in tiny_prompts()]
 
 
+@backends
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bit_is_as_near_as_transformers(oracle_folder, dtype):
+def test_16_bit_is_as_near_as_transformers(oracle_folder, dtype, backend):
     """Against float32, our error in 16 bit is at most twice that of transformers in 16 bit."""
     oracle, folder = oracle_folder(n_layer=3)
     ids = torch.randint(97, (1, 50), generator=torch.Generator().manual_seed(1))
     exact = oracle(ids).logits
     theirs = (oracle.to(engine.DTYPES[dtype])(ids).logits.float() - exact).abs().max()
     for variant in VARIANTS:
-        model = fill_with_nan(engine.load_model(str(folder), variant, dtype=dtype))
+        model = fill_with_nan(engine.load_model(str(folder), variant, dtype=dtype, backend=backend))
         for sizes in ([50], [1]):
             assert (logits_in_pieces(model, ids, sizes) - exact).abs().max() < 2 * theirs
 
 
 # --- pages
 
-@pytest.mark.parametrize("kernel", [True, False])
-def test_scattered_pages_give_the_same_logits(kernel):
-    """Pages in no order, so that neither the view nor the slice applies; kernel and twin alike."""
-    model = paged(max_pages=40, page_size=4)
-    assert model.cache.has_kernel
-    model.cache.has_kernel = kernel
+@backends
+def test_scattered_pages_give_the_same_logits(backend):
+    """Pages in no order, so that no run is longer than one."""
+    model = paged(max_pages=40, page_size=4, backend=backend)
     ids = torch.randint(97, (1, 60), generator=torch.Generator().manual_seed(1))
     expected = model(ids)
     order = random.Random(0).sample(range(40), 40)
     model.cache.allocate = lambda count, after=None: [order.pop() for _ in range(count)]
     kv = model.new_kv()
+    assert isinstance(kv, engine_cpu.TiledKV) == (backend is not engine.PLAIN)
     got = torch.cat([model(ids[:, :30], kv), model(ids[:, 30:41], kv)]
                     + [model(ids[:, i:i + 1], kv) for i in range(41, 60)], dim=1)
     assert len(model.cache.runs(kv.tables[0].pages, 60)) > 10
@@ -149,51 +154,85 @@ def paged(**options):
     return fill_with_nan(model)
 
 
-def test_rows_of_unequal_lengths_in_one_pass():
+@backends
+def test_rows_of_unequal_lengths_in_one_pass(backend):
     """Decoding rows and two prompt chunks end to end in one pass equal each sequence alone."""
-    model, draw = paged(page_size=4), torch.Generator().manual_seed(2)
+    model, draw = paged(page_size=4, backend=backend), torch.Generator().manual_seed(2)
     sequences = [torch.randint(97, (1, n), generator=draw) for n in (3, 17, 30, 8, 21)]
     stored = [2, 16, 29, 3, 0]
-    tables = [engine.PageTable(model.cache) for _ in sequences]
+    tables = [model.cache.new_table() for _ in sequences]
     for ids, n, table in zip(sequences, stored, tables):
         if n:
-            model(ids[:, :n], engine.PagedKV(model.cache, [table], [n]))
+            model(ids[:, :n], model.new_kv([table], [n]))
     counts = [ids.shape[1] - n for ids, n in zip(sequences, stored)]
     together = torch.cat([ids[:, n:] for ids, n in zip(sequences, stored)], dim=1)
-    got = model(together, engine.PagedKV(model.cache, tables, counts))[0].split(counts)
+    got = model(together, model.new_kv(tables, counts))[0].split(counts)
     for logits, ids, n in zip(got, sequences, stored):
         torch.testing.assert_close(logits, model(ids)[0, n:], atol=1e-4, rtol=0)
 
 
-def test_without_numba_the_twins_give_the_same(monkeypatch):
-    model = paged(page_size=4)
+def test_the_plain_path_is_plain_everywhere(tiny):
+    """The oracle shares no kernel with what it is to judge, and a model that is made by hand is plain."""
+    for model in (engine.load_model("tiny", backend=engine.PLAIN), engine.GPT2Paged(tiny.config),
+                  engine.share_weights(engine.load_model("tiny", backend=engine.PLAIN), engine.GPT2Paged)):
+        kinds = {type(module).__module__ for module in model.modules()}
+        assert kinds == {"engine", "torch.nn.modules.sparse", "torch.nn.modules.container"}
+        assert type(model.cache) is engine.PagedKVCache and type(model.new_kv()) is engine.PagedKV
+    assert tiny.backend is engine_cpu.TILED and isinstance(tiny.h[0], engine_cpu.TiledBlock)
+
+
+def test_without_numba_the_plain_block_runs(monkeypatch, oracle_folder):
+    oracle, folder = oracle_folder()
     ids = torch.randint(97, (3, 40), generator=torch.Generator().manual_seed(3))
-    with_kernels = logits_in_pieces(model, ids, [20, 1])
-    assert engine.cpu_kernels() is not None
-    monkeypatch.setattr(engine, "cpu_kernels", lambda: None)
-    model = paged(page_size=4)
-    assert not model.cache.has_kernel
-    torch.testing.assert_close(logits_in_pieces(model, ids, [20, 1]), with_kernels, atol=1e-4, rtol=0)
-    monkeypatch.setattr(engine, "onednn_multiplies", lambda dtype: False)
-    torch.testing.assert_close(logits_in_pieces(model, ids, [20, 1]), with_kernels, atol=1e-4, rtol=0)
+    expected = oracle(ids).logits
+    for onednn in (True, False):
+        monkeypatch.setattr(engine_cpu, "cpu_kernels", lambda: None)
+        monkeypatch.setattr(engine_cpu, "onednn_multiplies", lambda dtype: onednn)  # noqa: B023
+        model = engine.load_model(str(folder), page_size=4)
+        assert type(model.h[0]) is engine.Block and type(model.new_kv()) is engine.PagedKV
+        torch.testing.assert_close(logits_in_pieces(model, ids, [20, 1]), expected, atol=1e-4, rtol=0)
 
 
-def make_linear(n_in, n_out, dtype, bias=True):
-    """A projection, and its weight as float64, after rounding to the dtype."""
-    linear = engine.Linear(n_in, n_out, bias)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_that_moves_takes_its_weights_along(tiny, variant):
+    """.to() and its like: nothing of what the kernels had been given before is used after it."""
+    ids = torch.tensor([IDS])
+    exact = engine.share_weights(tiny, variant)(ids)
+    model = engine.load_model("tiny", variant)
+    model(ids)
+    for dtype, limit in ((torch.float64, 1e-5), (torch.bfloat16, 3e-2), (torch.float32, 3e-2)):
+        kv = model.to(dtype).new_kv()
+        got = torch.cat([model(ids[:, :-1], kv), model(ids if variant is engine.GPT2 else ids[:, -1:], kv)[:, -1:]], 1)
+        assert (got - exact).abs().max() < limit * exact.abs().max()      # of what was rounded to it on the way
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    assert not model(ids).any()
+    state = {name: value.clone() for name, value in tiny.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    torch.testing.assert_close(model(ids), exact, atol=1e-4, rtol=0)
+
+
+# --- the kernels
+
+def make_linear(n_in, n_out, dtype, bias=True, kind=engine_cpu.TiledLinear):
+    """A projection by the kernels, and its weight as float64, after rounding to the dtype."""
+    linear = kind(n_in, n_out, bias)
     linear.weight.data = torch.randn(n_out, n_in)
     if bias:
         linear.bias.data = torch.randn(n_out)
     if dtype == "int8":
-        linear.quantize()
-        return linear, linear.weight.double() * linear.scale.double()[:, None]
-    linear.weight.data = linear.weight.data.to(engine.DTYPES[dtype])
-    return linear, linear.weight.double()
+        linear = engine_cpu.Int8Linear.of(linear)
+        exact = linear.weight.double() * linear.scale.double()[:, None]
+    else:
+        linear.weight.data = linear.weight.data.to(engine.DTYPES[dtype])
+        exact = linear.weight.double()
+    if kind is engine_cpu.TiledLinear:
+        linear.pack()
+    return linear, exact
 
 
 def as_multiplied(x, linear):
     """Activations as the processor multiplies them, as float64: rounded to bfloat16, or to whole numbers of 16 bits."""
-    kind = linear.arrays[3].dtype
+    kind = engine_cpu.Product(*linear.product).activations.dtype
     if kind == np.uint16:
         return x.bfloat16().double()
     if kind == np.int16:
@@ -219,7 +258,7 @@ def test_product_kernel_against_float64(n_in, n_out, rows, dtype):
         unit = x.abs().max() / 5000 * weight.abs().max() if dtype == "int8" else 0
         torch.testing.assert_close(got.double(), expected, atol=1e-5 * n_in ** 0.5 + unit, rtol=1e-5)
         alone = torch.cat([linear(row[None]) for row in x[:5]])
-        if rows <= engine.FEW_ROWS:
+        if rows <= engine_cpu.FEW_ROWS:
             assert torch.equal(alone, got[:5])                                # a row's neighbours change no bit of it
         else:
             torch.testing.assert_close(alone, got[:5], atol=1e-5 * n_in ** 0.5, rtol=1e-5)
@@ -227,10 +266,10 @@ def test_product_kernel_against_float64(n_in, n_out, rows, dtype):
     torch.testing.assert_close(linear(columns), linear(columns.contiguous()), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("kind", [engine.Linear, engine_cpu.OneDnnLinear])
 @pytest.mark.parametrize("dtype", engine.CPU_DTYPES)
-def test_product_twin_against_float64(dtype, monkeypatch):
-    linear, weight = make_linear(96, 130, dtype)
-    monkeypatch.setattr(engine, "cpu_kernels", lambda: None)
+def test_plain_product_against_float64(dtype, kind):
+    linear, weight = make_linear(96, 130, dtype, kind=kind)
     x = torch.randn(40, 96)
     expected, got = x.double() @ weight.t() + linear.bias.double(), linear(x)
     limit = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[got.dtype]  # of the product's dtype
@@ -254,26 +293,33 @@ def test_products_of_nan_and_of_huge_numbers(dtype):
 def test_the_largest_sums_of_8_bits_do_not_overflow(n_in, rows):
     linear = engine.Linear(n_in, 5, bias=False)
     linear.weight.data = torch.ones(5, n_in)
-    linear.quantize()
+    linear = engine_cpu.Int8Linear.of(linear)
+    linear.pack()
     torch.testing.assert_close(linear(torch.ones(rows, n_in)), torch.full((rows, 5), float(n_in)), rtol=1e-3, atol=0)
 
 
-def test_weights_that_were_put_in_others_place_are_used():
-    model, ids = paged(page_size=4), torch.tensor([[1, 2, 3]])
+def test_what_is_quantized_later_is_as_what_was_loaded_so(tiny):
+    model, ids = engine.load_model("tiny"), torch.tensor([IDS])
     before = model(ids)
-    model.quantize()
-    fresh = paged(page_size=4)
-    fresh.quantize()
-    assert torch.equal(model(ids), fresh(ids)) and not torch.equal(model(ids), before)
-    linear = engine.Linear(6, 4, bias=False)
-    linear.weight.data = torch.randn(6, 4).t()                                # not contiguous
-    torch.testing.assert_close(linear(torch.eye(6)), linear.weight.data.t().contiguous(), atol=1e-6, rtol=0)
+    for _ in range(2):  # the second time there is nothing left to do
+        model.quantize()
+        assert torch.equal(model(ids), engine.load_model("tiny", dtype="int8")(ids))
+        assert not torch.equal(model(ids), before)
+
+
+def test_a_weight_that_is_not_contiguous():
+    for kind in (engine.Linear, engine_cpu.TiledLinear):
+        linear = kind(6, 4, bias=False)
+        linear.weight.data = torch.randn(6, 4).t()
+        if kind is engine_cpu.TiledLinear:
+            linear.pack()
+        torch.testing.assert_close(linear(torch.eye(6)), linear.weight.data.t().contiguous(), atol=1e-6, rtol=0)
 
 
 def test_attention_in_16_bits_of_what_torch_multiplied():
     """Where torch multiplies on a CPU its results are bfloat16; keys and values may be either."""
     for dtype in (torch.float32, torch.bfloat16):
-        kv = engine.PagedKV(engine.PagedKVCache(1, 2, 12, page_size=4, max_pages=40, dtype=dtype))
+        kv = engine_cpu.TiledCache(1, 2, 12, page_size=4, max_pages=40, dtype=dtype).new_kv()
         q, k, v = torch.randn(3, 1, 2, 70, 12).bfloat16()
         kv.reserve(1, 70, 100)
         got = kv.attend(0, q, k, v, 0.5)
@@ -284,16 +330,18 @@ def test_attention_in_16_bits_of_what_torch_multiplied():
 PLAIN_PROCESSOR = """
 import torch
 import engine
+import engine_cpu
 
 torch.manual_seed(0)
-assert "avx512f" not in engine.processor_features()
+assert "avx512f" not in engine_cpu.processor_features()
 linear = engine.Linear(150, 70)
 linear.weight.data, linear.bias.data = torch.randn(70, 150), torch.randn(70)
-linear.quantize()
+linear = engine_cpu.Int8Linear.of(linear)
+linear.pack()
 x, weight = torch.randn(11, 150), linear.weight.double() * linear.scale.double()[:, None]
 torch.testing.assert_close(linear(x).double(), x.double() @ weight.t() + linear.bias.double(), atol=1e-4, rtol=0)
-cache = engine.PagedKVCache(1, 2, 80, page_size=7, max_pages=40)
-kv, (q, k, v) = engine.PagedKV(cache), torch.randn(3, 1, 2, 201, 80)
+kv = engine_cpu.TiledCache(1, 2, 80, page_size=7, max_pages=40).new_kv()
+q, k, v = torch.randn(3, 1, 2, 201, 80)
 kv.reserve(1, 200, 1000)
 out = [kv.attend(0, q[:, :, :200], k[:, :, :200], v[:, :, :200], 0.1)]
 kv.advance()
@@ -324,12 +372,12 @@ def test_a_decode_step_does_not_depend_on_the_batch(dtype):
         model(ids[:, :-1], kv) if ids.shape[1] > 1 else None
         alone.append(model(ids[:, -1:], kv)[0, 0])
         kv.release()
-    tables = [engine.PageTable(model.cache) for _ in sequences]
+    tables = [model.cache.new_table() for _ in sequences]
     for ids, table in zip(sequences, tables):
         if ids.shape[1] > 1:
-            model(ids[:, :-1], engine.PagedKV(model.cache, [table], [ids.shape[1] - 1]))
+            model(ids[:, :-1], model.new_kv([table], [ids.shape[1] - 1]))
     together = model(torch.tensor([[ids[0, -1] for ids in sequences]]),
-                     engine.PagedKV(model.cache, tables, [1] * len(sequences)))[0]
+                     model.new_kv(tables, [1] * len(sequences)))[0]
     assert torch.equal(together, torch.stack(alone))
 
 
@@ -360,49 +408,60 @@ def test_quantized_rows_are_as_near_as_8_bits_allow():
     linear.weight.data = torch.randn(50, 200) * torch.logspace(-6, 3, 50)[:, None]
     linear.weight.data[7] = 0
     exact = linear.weight.double()
-    linear.quantize()
+    linear = engine_cpu.Int8Linear.of(linear)
     error = (linear.weight.double() * linear.scale.double()[:, None] - exact).abs()
     assert (error <= exact.abs().amax(dim=1, keepdim=True) / 253).all() and linear.weight.dtype == torch.int8
     assert not error[7].any() and linear.scale.isfinite().all()
 
 
 @pytest.mark.parametrize("rows, heads, width", [(1, 1, 4), (1, 4, 48), (2, 3, 33), (4, 8, 96)])
-def test_block_kernels_against_the_readable_block(rows, heads, width, monkeypatch):
-    block = engine.Block(engine.GPT2Config(n_head=heads, n_embd=width * heads), 0)
-    for name, parameter in block.named_parameters():
+def test_block_kernels_against_the_plain_block(rows, heads, width):
+    """In float64, which the plain block stays in."""
+    config = engine.GPT2Config(n_head=heads, n_embd=width * heads)
+    tiled, plain = engine_cpu.TiledBlock(config, 0, engine_cpu.TiledLinear), engine.Block(config, 0)
+    for name, parameter in tiled.named_parameters():
         parameter.data = torch.randn(parameter.shape) * (0.2 if parameter.ndim > 1 else 1.0) + ("ln_" in name)
+    plain.load_state_dict(tiled.state_dict())
+    pack_block(tiled)
     x = 3 * torch.randn(1, rows, width * heads)
-    fused = block(x.clone(), engine.Recompute())
-    monkeypatch.setattr(engine, "cpu_kernels", lambda: None)
-    plain = block.double()(x.double(), engine.Recompute())
-    torch.testing.assert_close(fused.double(), plain, atol=2e-5 * plain.abs().max().item(), rtol=0)
+    expected = plain.double()(x.double(), engine.Recompute())
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(tiled(x.clone(), engine.Recompute()).double(), expected,
+                               atol=2e-5 * expected.abs().max().item(), rtol=0)
     x[0, 0, 0] = float("nan")
-    monkeypatch.undo()
-    assert block.float()(x, engine.Recompute())[0, 0].isnan().all()
+    assert tiled(x, engine.Recompute())[0, 0].isnan().all()
+
+
+def pack_block(block):
+    for module in block.modules():
+        if isinstance(module, engine_cpu.TiledLinear):
+            module.pack()
+    block.pack()
 
 
 def test_gelu_in_the_block_kernel_over_its_whole_range():
     """A block whose projections pass one number through: what comes out is x + gelu(x), to the last digits."""
     values = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([-1e4, -88.0, 0.0, 1e-30, 88.0, 1e4])])
-    config, kernels = engine.GPT2Config(n_head=1, n_embd=1, n_inner=len(values)), engine.cpu_kernels()
-    block = engine.Block(config, 0)
+    config, kernels = engine.GPT2Config(n_head=1, n_embd=1, n_inner=len(values)), engine_cpu.cpu_kernels()
+    block = engine_cpu.TiledBlock(config, 0, engine_cpu.TiledLinear)
     for parameter in block.parameters():
         parameter.data.zero_()
     block.mlp.c_fc.bias.data = values
     out = torch.zeros(len(values), 1)
     for n in range(len(values)):
         block.mlp.c_proj.weight.data = torch.nn.functional.one_hot(torch.tensor([n]), len(values)).float()
-        vars(block.mlp.c_proj).pop("arrays", None)
-        vars(block).pop("arrays", None)
-        kernels.end(out[n:n + 1], torch.zeros(1, 1), *block.arrays[3], torch.empty(1, 1), torch.empty(1, len(values)))
+        pack_block(block)
+        _, _, *weights = block.weights
+        kernels.end(out[n:n + 1], torch.zeros(1, 1), *weights, torch.empty(1, 1), torch.empty(1, len(values)))
     expected = torch.nn.functional.gelu(values.double(), approximate="tanh")
     error = (out[:, 0].double() - expected).abs() / expected.abs().clamp(min=1e-3)
     assert error.max() < 1e-6
 
 
+@backends
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_int8_is_near_float32_and_alike_in_all_variants(tiny, variant):
-    quantized = engine.load_model("tiny", variant, dtype="int8")
+def test_int8_is_near_float32_and_alike_in_all_variants(tiny, variant, backend):
+    quantized = engine.load_model("tiny", variant, dtype="int8", backend=backend)
     assert all(linear.weight.dtype == torch.int8 for linear in quantized.linears())
     assert quantized.wte.weight is quantized.lm_head.weight
     params = engine.SamplingParams(temperature=1, seed=1, max_tokens=50, ignore_eos=True)
@@ -418,8 +477,9 @@ def test_int8_is_near_float32_and_alike_in_all_variants(tiny, variant):
     assert torch.equal(shared(ids), near) and shared.lm_head.scale is quantized.lm_head.scale
 
 
-def test_attention_kernel_keeps_nan_and_survives_large_scores():
-    model = paged(page_size=4)
+@backends
+def test_attention_keeps_nan_and_survives_large_scores(backend):
+    model = paged(page_size=4, backend=backend)
     q = torch.full((1, 4, 1, 12), 1e4)
     kv = model.new_kv()
     kv.reserve(1, 1, 64)

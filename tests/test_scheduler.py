@@ -48,7 +48,7 @@ def check_pages(scheduler):
     assert cache.used_pages == len(held)
     assert {p: int(n) for p, n in enumerate(cache.references) if n} == dict(held)
     assert not set(held) & set(cache.unused) and not any(cache.is_free[p] for p in [*held, *cache.unused])
-    assert {page for page, _ in cache.known.values()} == set(cache.key_of)
+    assert {page for page, _ in cache.prefixes.known.values()} == set(cache.prefixes.key_of)
     for request in scheduler.running:
         size, table = cache.page_size, request.table
         assert len(set(table.pages)) == len(table.pages)
@@ -56,8 +56,8 @@ def check_pages(scheduler):
             if held[page] > 1:
                 assert (n + 1) * size <= table.length
         for n in range(min(table.known_pages, table.length // size)):
-            if table.pages[n] in cache.key_of:
-                assert list(cache.key_of[table.pages[n]][1]) == request.ids[n * size:(n + 1) * size]
+            if table.pages[n] in cache.prefixes.key_of:
+                assert list(cache.prefixes.key_of[table.pages[n]][1]) == request.ids[n * size:(n + 1) * size]
 
 
 def run(scheduler, at_most=5000):
@@ -600,7 +600,7 @@ def test_memory_is_flat_over_5000_requests():
     serve(1000)
     before = serve(500)
     assert serve(5000) - before < 4e6
-    assert len(scheduler.cache.known) == len(scheduler.cache.key_of) <= 64
+    assert len(scheduler.cache.prefixes.known) == len(scheduler.cache.prefixes.key_of) <= 64
 
 
 # --- stop strings and text
