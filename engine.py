@@ -319,7 +319,7 @@ class PagedKVCache(PagePool):
         self.v[layer].index_copy_(1, slots, v.to(self.v.dtype))
 
     def attend(self, layer: int, q: Tensor, runs: list[tuple[int, int]], scale: float) -> Tensor:
-        """The dtype of keys and values: the weights', and on a CPU, where torch attends, float32 at least."""
+        """q (H, T, D), the last T of the tokens in `runs` -> (H, T, D). Keys are read where they lie, piece by piece."""
         (H, T, _), S = q.shape, sum(count for _, count in runs)
         if T > QUERY_BLOCK:
             return torch.cat([self.attend(layer, q[:, first:end], clip_runs(runs, S - T + end), scale)
