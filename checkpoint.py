@@ -8,9 +8,11 @@ import re
 import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -279,3 +281,38 @@ def random_weights(shapes, dtype, device):
             tensor = torch.empty(shape).normal_(0, 0.02, generator=generator)
         state[name] = state["wte.weight"] if name == "lm_head.weight" else empty_weight(shape, dtype, device).copy_(tensor)
     return state
+
+
+def parse_dtype(dtype: torch.dtype | str, device: torch.device | str) -> torch.dtype:
+    """A torch dtype or its name -> the dtype. Raises UserError for one that the device can't run, or no such device."""
+    try:
+        known = CPU_DTYPES if torch.empty(0, device=device).is_cpu else DTYPES
+    except (RuntimeError, AssertionError) as err:
+        raise UserError(f"device {device!r} can't be used: {first_line(err)}") from None
+    found = known.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise UserError(f"dtype must be one of {', '.join(known)}")
+    return found
+
+
+class Source(NamedTuple):
+    """A model that was found: its name, its config, and the function (shapes, dtype, device) -> state dict that reads
+    its weights, see `read_weights`."""
+
+    name: str
+    config: GPT2Config
+    read: Callable[..., dict[str, torch.Tensor]]
+
+
+def find_model(name: str, stand_in: str) -> Source:
+    """What engine.load_model calls `name` -> where its weights are, before any is read. Raises UserError."""
+    if name == "auto":
+        name = gpt2_or(stand_in)
+    kind, _, shape = name.partition(":")
+    if kind == "random":
+        if shape and shape not in SHAPES:
+            raise UserError(f"random:{shape} is not a shape; there are {', '.join(SHAPES)}")
+        return Source(name, GPT2Config(**SHAPES[shape or "gpt2"]), random_weights)
+    folder = model_folder(name)
+    config = read_config(folder)
+    return Source(name, config, functools.partial(read_weights, folder, tied=config.tie_word_embeddings))

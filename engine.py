@@ -41,18 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import (
-    ACTIVATIONS,
-    CPU_DTYPES,
-    DTYPES,
-    SHAPES,
-    GPT2Config,
-    gpt2_or,
-    model_folder,
-    random_weights,
-    read_config,
-    read_weights,
-)
+from checkpoint import ACTIVATIONS, CPU_DTYPES, GPT2Config, find_model, parse_dtype
 from errors import OutOfPages, UserError, check_number, first_line
 from sampling import SamplingParams
 from scheduler import PagePool, PageTable, Request, Runner, generate, slots_of
@@ -80,7 +69,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     covers causality, stored tokens and chunks of a prompt. (The `is_causal` of torch's own attention counts from the
     first key instead, which is wrong as soon as anything is stored.) Computed in float32 at least.
     """
-    T, S = q.shape[-2], k.shape[-2]
+    (T, _), S = q.shape[-2:], k.shape[-2]
     if T > QUERY_BLOCK:
         return torch.cat([attention(q[:, :, first:end], k[:, :, :S - T + end], v[:, :, :S - T + end], scale)
                           for first, end in query_blocks(T)], dim=2)
@@ -107,6 +96,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_out), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out)."""
         dtype = self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)    # on a CPU it is float32 beside 16-bit weights
         return F.linear(x.to(dtype), self.weight, bias)
@@ -116,11 +106,12 @@ class LayerNorm(nn.LayerNorm):
     """torch's, whatever the dtypes: over activations in float32 beside weights of 16 bits, as they stand on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., C) -> (..., C), in x's dtype."""
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention: x (B, T, C) -> (B, T, C). Where keys and values live is the business of `kv`."""
+    """Multi-head self-attention. Where keys and values live is the business of `kv`."""
 
     def __init__(self, config: GPT2Config, layer: int, linear: type[Linear] = Linear):
         super().__init__()
@@ -133,6 +124,7 @@ class Attention(nn.Module):
             self.scale /= layer + 1
 
     def forward(self, x: Tensor, kv: "KV") -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
         return self.c_proj(self.attend(self.c_attn(x), kv))
 
     def attend(self, qkv: Tensor, kv: "KV") -> Tensor:
@@ -144,7 +136,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two projections with the activation function between them: x (B, T, C) -> (B, T, C)."""
+    """Two projections with the activation function between them."""
 
     def __init__(self, config: GPT2Config, linear: type[Linear] = Linear):
         super().__init__()
@@ -154,11 +146,12 @@ class MLP(nn.Module):
         self.act = ACTIVATIONS[config.activation_function]
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
         return self.c_proj(self.act(self.c_fc(x)))
 
 
 class Block(nn.Module):
-    """One layer. x (B, T, C), which may be written over -> what follows it (B, T, C)."""
+    """One layer: attention, then the MLP, each of a normalised copy of x and added to it (the residual stream)."""
 
     def __init__(self, config: GPT2Config, layer: int, linear: type[Linear] = Linear):
         super().__init__()
@@ -168,6 +161,7 @@ class Block(nn.Module):
         self.mlp = MLP(config, linear)
 
     def forward(self, x: Tensor, kv: "KV") -> Tensor:
+        """x (B, T, C), which may be written over -> what follows it (B, T, C)."""
         x = x + self.attn(self.ln_1(x), kv)
         return x + self.mlp(self.ln_2(x))
 
@@ -224,10 +218,12 @@ class Recompute(KV):
         self.attention = attention
 
     def reserve(self, B: int, T: int, limit: int) -> Tensor:
+        """All T tokens stand at the start, whatever came before."""
         check_positions(T - 1, limit)
         return torch.arange(T).expand(B, T)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """k and v are all that there is."""
         return self.attention(q, k, v, scale=scale)
 
 
@@ -241,6 +237,7 @@ class GrowingKV(KV):
         self.coming = 0                                              # new tokens of the pass that runs
 
     def reserve(self, B: int, T: int, limit: int) -> Tensor:
+        """The new tokens stand behind the stored ones."""
         check_positions(self.length + T - 1, limit)
         if self.length and self.layers[0][0].shape[0] != B:
             raise UserError(f"{B} rows were given, but {self.layers[0][0].shape[0]} are stored")
@@ -248,20 +245,24 @@ class GrowingKV(KV):
         return torch.arange(self.length, self.length + T).expand(B, T)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Lengthen both tensors by copying them, then attend to the whole."""
         if self.length:
             stored_k, stored_v = self.layers[layer]
-            k = torch.cat([stored_k[:, :, :self.length], k], dim=2)  # a copy of all that is stored, for one token more
+            k = torch.cat([stored_k[:, :, :self.length], k], dim=2)
             v = torch.cat([stored_v[:, :, :self.length], v], dim=2)
         self.layers[layer] = k, v
         return self.attention(q, k, v, scale=scale)
 
     def advance(self) -> None:
+        """They are in all layers now."""
         self.length += self.coming
 
     def truncate(self, length: int) -> None:
+        """The tensors stay as they are: what lies beyond `length` is not read again."""
         self.length = min(self.length, length)
 
     def release(self) -> None:
+        """Drop the tensors."""
         self.layers = [None] * len(self.layers)
         self.length = 0
 
@@ -319,12 +320,13 @@ class PagedKVCache(PagePool):
         self.v[layer].index_copy_(1, slots, v.to(self.v.dtype))
 
     def attend(self, layer: int, q: Tensor, runs: list[tuple[int, int]], scale: float) -> Tensor:
-        """q (H, T, D), the last T of the tokens in `runs` -> (H, T, D). Keys are read where they lie, piece by piece."""
+        """q (H, T, D), the last T of the tokens in `runs` -> (H, T, D). Keys are read where they lie, run by run."""
         (H, T, _), S = q.shape, sum(count for _, count in runs)
         if T > QUERY_BLOCK:
             return torch.cat([self.attend(layer, q[:, first:end], clip_runs(runs, S - T + end), scale)
                               for first, end in query_blocks(T)], dim=1)
-        k, v = self.k[layer], self.v[layer]                                            # (H, slots, D)
+        k = self.k[layer]                                                              # (H, slots, D)
+        v = self.v[layer]
         with self.lock:
             scores = self._scores(H, T, S)
             parts = scores.split([count for _, count in runs], dim=-1)
@@ -367,11 +369,13 @@ class PagedKV(KV):
 
     @property
     def length(self) -> int:
+        """The most tokens that a row stores."""
         return max((table.length for table in self.tables or ()), default=0)
 
     def reserve(self, B: int, T: int, limit: int) -> Tensor:
         """All rows get the pages they need, or OutOfPages is raised and none does."""
-        tables, counts = self.tables, self.given_counts or [T] * B
+        counts = self.given_counts or [T] * B
+        tables = self.tables
         if tables is None:
             tables = [self.cache.new_table() for _ in counts]
         if sum(counts) != B * T or len(counts) != len(tables):
@@ -408,6 +412,7 @@ class PagedKV(KV):
         return slots_of(page_ids, rows, positions, self.cache.page_size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Write to the slots that were planned, then attend row by row, over the pages where they lie."""
         B, H, T, D = q.shape
         q, k, v = (x.permute(1, 0, 2, 3).reshape(H, B * T, D) for x in (q, k, v))      # rows end to end
         self.cache.write(layer, self.slots, k, v)
@@ -424,10 +429,12 @@ class PagedKV(KV):
             table.length += count
 
     def truncate(self, length: int) -> None:
+        """In every row."""
         for table in self.tables or ():
             table.truncate(length)
 
     def release(self) -> None:
+        """All pages go back to the pool."""
         for table in self.tables or ():
             table.release()
         self.tables = None
@@ -514,14 +521,15 @@ class GPT2(nn.Module):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids and positions (B, T) -> (B, T, C). On a CPU activations are float32, whatever the weights are."""
-        token, place = self.wte(ids), self.wpe(positions)
+        token = self.wte(ids)
+        place = self.wpe(positions)
         if token.is_cpu:
             exact = torch.promote_types(token.dtype, torch.float32)
             return token.to(exact) + place.to(exact)
         return token + place
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, kv: KV | None = None, keep=slice(None)) -> Tensor:
+    def forward(self, ids: Tensor, kv: KV | None = None, keep: slice | Tensor = slice(None)) -> Tensor:
         """ids (B, T) int64 -> logits (B, T, V) float32 of the new tokens.
 
         kv: what `new_kv` made; the new tokens stand after what it stores, and are stored. None stores nothing.
@@ -567,6 +575,7 @@ class GPT2Cached(GPT2):
     """GPT-2 with a KV-cache: a step computes the new tokens only, and copies the cache to lengthen it."""
 
     def new_kv(self) -> GrowingKV:
+        """An empty place that grows."""
         return GrowingKV(self.config.n_layer, self.backend.attention)
 
 
@@ -585,9 +594,11 @@ class GPT2Paged(GPT2):
     def cache(self) -> PagedKVCache:
         """The pool of pages, made at first use, where the weights are. Raises UserError where it finds no memory."""
         if self.pool is None:
-            c, weight, make = self.config, self.wte.weight, self.backend.paged_cache
-            self.pool = make(c.n_layer, c.n_head, c.head_dim, self.page_size, self.max_pages,
-                             make.dtype_beside(weight), weight.device)
+            config = self.config
+            weight = self.wte.weight
+            kind = self.backend.paged_cache
+            self.pool = kind(config.n_layer, config.n_head, config.head_dim, self.page_size, self.max_pages,
+                             kind.dtype_beside(weight), weight.device)
         return self.pool
 
     def _apply(self, *args, **kwargs):
@@ -606,18 +617,6 @@ class GPT2Paged(GPT2):
 # ---------------------------------------------------------------------------------------------------
 # From a name to a model.
 
-def parse_dtype(dtype: torch.dtype | str, device: torch.device | str) -> torch.dtype:
-    """A torch dtype or its name -> the dtype. Raises UserError for one that the device can't run, or no such device."""
-    try:
-        known = CPU_DTYPES if torch.empty(0, device=device).is_cpu else DTYPES
-    except (RuntimeError, AssertionError) as err:
-        raise UserError(f"device {device!r} can't be used: {first_line(err)}") from None
-    found = known.get(str(dtype).removeprefix("torch."))
-    if found is None:
-        raise UserError(f"dtype must be one of {', '.join(known)}")
-    return found
-
-
 def load_model(name: str = "auto", variant: type[GPT2] = GPT2Paged, dtype: torch.dtype | str = torch.float32,
                device: torch.device | str = "cpu", stand_in: str = "tiny", backend: Backend | None = None,
                **options) -> GPT2:
@@ -630,29 +629,16 @@ def load_model(name: str = "auto", variant: type[GPT2] = GPT2Paged, dtype: torch
     `quantize`. backend: None is the machine's best, PLAIN the plain path. options go to the class. Raises UserError.
     """
     dtype = parse_dtype(dtype, device)
-    read_as = torch.float32 if dtype == torch.int8 else dtype
-    name = gpt2_or(stand_in) if str(name) == "auto" else str(name)
-    kind, _, shape = name.partition(":")
+    source = find_model(str(name), stand_in)
     if backend is None:
         backend = variant.backend if variant.backend is not PLAIN else best_backend(device)
-    if kind == "random":
-        if shape not in SHAPES and shape:
-            raise UserError(f"random:{shape} is not a shape; there are {', '.join(SHAPES)}")
-        model = empty_model(variant, GPT2Config(**SHAPES[shape or "gpt2"]), name, options, backend)
-        state = random_weights(shapes_of(model), read_as, device)
-    else:
-        folder = model_folder(name)
-        model = empty_model(variant, read_config(folder), name, options, backend)
-        state = read_weights(folder, shapes_of(model), model.config.tie_word_embeddings, read_as, device)
-    with_weights(model, state)
+    model = empty_model(variant, source.config, source.name, options, backend)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    read_as = torch.float32 if dtype == torch.int8 else dtype
+    with_weights(model, source.read(shapes=shapes, dtype=read_as, device=device))
     if dtype == torch.int8:
         model.quantize()
     return model
-
-
-def shapes_of(model: GPT2) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model, by name."""
-    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
 def empty_model(variant: type[GPT2], config: GPT2Config, name: str, options: dict,
@@ -782,7 +768,7 @@ __all__ = [
     "output_limit", "outputs_match", "parse_args", "parse_dtype", "physical_cores", "plot_curves", "plot_results",
     "plot_timelines", "print_table", "process_logits", "processor_features", "processor_name", "query_blocks",
     "random_prompt", "random_weights", "read_bandwidth", "read_config", "read_tensors", "read_weights", "report",
-    "run_benchmarks", "run_prompt", "run_request", "sample", "serve", "shapes_of", "share_weights", "shown",
+    "run_benchmarks", "run_prompt", "run_request", "sample", "serve", "share_weights", "shown",
     "slots_of", "snapshot", "step_parts", "stream_text", "take_tokens", "time_generation", "token_logprobs",
     "truncate", "use_threads", "weight_bytes", "weight_files", "with_weights",
 ]
