@@ -53,10 +53,10 @@ def print_table(title: str, table: Table) -> None:
     """Prints a table in columns of fixed width: text to the left, numbers to the right; lists are left out."""
     table = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in table]
     lines = [list(table[0])] + [[_cell(value) for value in row.values()] for row in table]
-    widths = [max(map(len, column)) for column in zip(*lines)]
+    widths = [max(map(len, column)) for column in zip(*lines)]       # zip(*...): columns of lines
     print(f"\n{title}")
     for line in lines:
-        cells = zip(line, widths, table[0].values())
+        cells = zip(line, widths, table[0].values())                 # the first values say which columns are text
         print("  ".join(cell.ljust(width) if isinstance(value, str) else cell.rjust(width)
                         for cell, width, value in cells))
 
@@ -86,6 +86,7 @@ def report(machine: dict[str, Any], benchmarks: dict[str, tuple[str, Callable[..
 
     print("  ".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
     results = {"machine": machine}
+    # disable=None: no bar where stderr is not a terminal. leave=False: it is gone before the table is printed.
     progress = tqdm([args.only] if args.only else list(benchmarks), disable=None, leave=False)
     for name in progress:
         progress.set_description(name)
@@ -123,7 +124,7 @@ def save_figure(figure: Figure, results: dict[str, Any], hardware: str, path: st
     machine = results["machine"]
     figure.supxlabel(f"GPT-2 ({machine['model']}), {machine['dtype']}, {hardware}", fontsize=8, color="#5f6368")
     figure.savefig(path, dpi=160)
-    pyplot().close(figure)
+    pyplot().close(figure)                                           # or it would be kept until the program ends
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class GenerationTimes(NamedTuple):
 
 def time_generation(model: engine.GPT2, prompt: list[int], tokens: int) -> GenerationTimes:
     """The times of so many tokens, greedily, one request alone."""
-    marks = [time.perf_counter()]
+    marks = [time.perf_counter()]                                    # when the request began, and each token came
     for _ in engine.generate(model, prompt, greedy(tokens)):
         marks.append(time.perf_counter())
     gaps = np.diff(marks)
@@ -178,13 +179,13 @@ def weight_bytes(model: engine.GPT2) -> int:
 
 def read_bandwidth() -> float:
     """Bytes a second at which this machine reads memory with torch's threads: the best of 10 sums of 512 MB."""
-    data = torch.ones(2**27)
+    data = torch.ones(2**27)                                         # far more than any cache holds
     seconds = []
     for _ in range(10):
         start = time.perf_counter()
         data.sum()
         seconds.append(time.perf_counter() - start)
-    return data.nbytes / min(seconds)
+    return data.nbytes / min(seconds)                                # what else runs can only make it slower
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -208,13 +209,14 @@ def outputs_match(models: dict[str, engine.GPT2], prompt: list[int], tokens: int
 
 def _affordable_tokens(model, prompt):
     """How many tokens take some 1.5 seconds after this prompt, at least 4: those of a slow variant take long."""
-    second = time_generation(model, prompt, 2).rest[0]
+    second = time_generation(model, prompt, 2).rest[0]               # the time of the second token; it warms up too
     return 1 + max(3, int(1.5 / second))
 
 
 def _generation_row(name, prompt, tokens, runs, base, compared):
     """A variant's line. base: seconds a token without a cache, a run each, the mean of `compared` tokens."""
     step = [statistics.mean(run.rest) for run in runs]
+    # Run by run, since they were interleaved: what slowed the machine for a while slowed both.
     speed_ups = [without / statistics.mean(run.rest[:compared]) for without, run in zip(base, runs)]
     return {
         "prompt": len(prompt), "variant": LABELS[name], "new": tokens,
@@ -242,7 +244,8 @@ def bench_generation(models: dict[str, engine.GPT2], args: argparse.Namespace) -
         for _ in range(args.runs):
             for name, model in models.items():
                 runs[name].append(time_generation(model, prompt, tokens[name]))
-        compared = tokens["no-cache"] - 1                            # the same positions of all variants
+        # Without a cache a token takes longer the more stand before it: compare the same positions of all variants.
+        compared = tokens["no-cache"] - 1
         base = [statistics.mean(run.rest) for run in runs["no-cache"]]
         table += [_generation_row(name, prompt, tokens[name], runs[name], base, compared) for name in models]
     return table
@@ -342,6 +345,7 @@ def bench_bandwidth(models: dict[str, engine.GPT2], args: argparse.Namespace) ->
         table.append({"variant": LABELS[name], "weights MB": weights / 1e6, "memory GB/s": ceiling / 1e9,
                       "floor ms": 1e3 * weights / ceiling, "ms a token": 1e3 * step,
                       "share of memory": weights / step / ceiling, **parts,
+                      # The rest: LayerNorms, embeddings, what Python does between the calls.
                       "rest": max(0.0, 1e3 * step - sum(parts.values()))})
     return table
 
@@ -408,7 +412,9 @@ def bench_serving(model: engine.GPT2Paged, jobs: Sequence[ServingJob], mode: str
     mode: sequential: one after another. static: batches of SLOTS, each waits for its slowest. continuous: a free slot
     is given to the next at once.
     """
+    # How many requests the scheduler is given before it is run until it is empty.
     at_once = {"sequential": 1, "static": SLOTS, "continuous": len(jobs)}[mode]
+    # Without the prefix cache: the same prompts are run again and again, and must be computed each time.
     scheduler = engine.ContinuousBatchingScheduler(model, SLOTS, prefill_chunk=args.prefill_chunk, prefix_cache=False)
     requests = [engine.Request(job.prompt, greedy(job.tokens)) for job in jobs]
     start = time.monotonic()
@@ -422,7 +428,7 @@ def bench_serving(model: engine.GPT2Paged, jobs: Sequence[ServingJob], mode: str
 def latencies(requests: Sequence[engine.Request]) -> dict[str, float]:
     """ms, mean / median / 99th percentile, as serving benchmarks give them: time to first token, time per output
     token (after the first, a mean for each request), inter-token latency (each gap)."""
-    gaps = [np.diff(request.token_times) for request in requests]
+    gaps = [np.diff(request.token_times) for request in requests]    # empty for a request of one token
     times = {"TTFT": [request.token_times[0] - request.arrival_time for request in requests],
              "TPOT": [gap.mean() for gap in gaps if len(gap)], "ITL": np.concatenate(gaps)}
     measures = {"mean": np.mean, "median": np.median, "p99": lambda values: np.percentile(values, 99)}
@@ -442,7 +448,7 @@ def _serving_row(mode, runs):
     """A mode's line, from the run of median time. bars: [slot, admission, end] of each request, seconds."""
     median = statistics.median(run.seconds for run in runs)
     requests, seconds = min(runs, key=lambda run: abs(run.seconds - median))
-    start = requests[0].arrival_time
+    start = requests[0].arrival_time                                 # of all of them
     row = {"requests": len(requests), "mode": mode, "tokens/s": sum(len(r.output_ids) for r in requests) / seconds}
     row |= latencies(requests)
     row["bars"] = [[r.slot, r.scheduled_time - start, r.finish_time - start] for r in requests]
@@ -451,7 +457,7 @@ def _serving_row(mode, runs):
 
 def bench_batching(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
     """The same requests one after another, in static batches, and continuously batched; in full with --only alone."""
-    model = engine.share_weights(models["paged"], engine.GPT2Paged, max_pages=1024)
+    model = engine.share_weights(models["paged"], engine.GPT2Paged, max_pages=1024)   # enough for all slots
     in_full = args.only == "batching"
     jobs = _serving_jobs(args.tokens if in_full else max(4, args.tokens // 2), model.config.vocab_size)
     bench_serving(model, [ServingJob(job.prompt, 2) for job in jobs[:SLOTS]], "continuous", args)     # warm-up
@@ -475,7 +481,7 @@ def bench_prefix(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Ta
     for prefix_cache in (False, True):
         scheduler = engine.ContinuousBatchingScheduler(model, SLOTS, prefill_chunk=args.prefill_chunk,
                                                        prefix_cache=prefix_cache)
-        requests = [engine.Request([*shared, n, n, n], greedy(8)) for n in range(4)]
+        requests = [engine.Request([*shared, n, n, n], greedy(8)) for n in range(4)]    # 3 tokens of its own each
         start = time.monotonic()
         for request in requests:
             drain_steps(scheduler, request)
@@ -513,6 +519,7 @@ def bench_speculation(models: dict[str, engine.GPT2], args: argparse.Namespace) 
     tokens = min(args.tokens, 60)
     text = list(engine.generate(model, prompt, greedy(tokens)))
     drafts = {"off": None, "always right, at no cost": Replay(models["no-cache"], text)}
+    # tiny has GPT-2's vocabulary; for a model with another one it can't guess.
     if model.config.vocab_size == engine.GPT2Config.vocab_size:
         drafts["tiny"] = engine.Speculator(engine.load_model("tiny", engine.GPT2Cached), 4)
     table = []
@@ -564,7 +571,7 @@ def plot_curves(axis: Axes, name: str, table: Table) -> None:
         if points:
             axis.plot(*zip(*points), marker="o", color=colour, label=label)
     axis.set(title=curve.title, xlabel="tokens before it", ylabel=curve.unit, yscale="log")
-    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_major_formatter("{x:,.0f}")                       # 1,000, where a log axis would say 10^3
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=9)
@@ -582,7 +589,7 @@ def plot_timelines(axes: dict[str, Axes], table: Table) -> None:
             axis.barh(slot, end - start, left=start, height=0.8, color=colour, edgecolor="white")
         axis.set(title=f"{mode}: {most} requests in {SLOTS} slots, {row['tokens/s']:.0f} tokens/s", ylabel="slot",
                  xlim=(0, longest), yticks=range(0, SLOTS, 2), xlabel="seconds" if mode == "continuous" else None)
-        axis.invert_yaxis()
+        axis.invert_yaxis()                                          # slot 0 on top
         axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -610,6 +617,7 @@ def plot_results(results: dict[str, Any], path: str) -> None:
 def run_benchmarks(args: argparse.Namespace) -> None:
     """The benchmarks of --only (all without it): a table each, and the files of --json and --plot."""
     check_outputs(args)
+    # Random weights where gpt2 can't be had: a speed does not depend on their values. All variants share them.
     model = engine.load_model(args.model, engine.GPT2, dtype=args.dtype, stand_in="random")
     models = {name: engine.share_weights(model, variant) for name, variant in engine.VARIANTS.items()}
     machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(), "runs": args.runs,

@@ -45,6 +45,7 @@ def token_name(token: int) -> str:
 
 def _longest_start(text: str, strings: Sequence[str]) -> int:
     """How many characters at the end of `text` are the beginning of one of the strings, which is not complete yet."""
+    # A whole stop string would have been found: at least its last character is still to come.
     longest = min(len(text), max(map(len, strings), default=1) - 1)
     for n in range(longest, 0, -1):
         if any(string.startswith(text[-n:]) for string in strings):
@@ -82,6 +83,7 @@ class TextStream:
             data = self.encoding.decode_single_token_bytes(token)
         else:
             data = "\ufffd".encode()  # a larger vocabulary than the tokenizer's
+        # Until min_tokens nothing is held back for a stop string, so one that begins before is never found.
         self.tokens_before_stop -= 1
         return self._certain(self.decoder.decode(data), self.stop if self.tokens_before_stop <= 0 else ())
 
@@ -95,6 +97,7 @@ class TextStream:
         """What may be given out of the text held back and this one after it; the rest is held back from now on."""
         self.decoded += len(text)
         text = self.held + text
+        # (where it ends, where it starts) of each stop string's first occurrence
         matches = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
         if matches:
             _, start = min(matches)                                  # the match that ends first
