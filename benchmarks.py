@@ -1,137 +1,298 @@
 """What each idea is worth on a CPU, measured: a table each, JSON, pictures."""
 
+from __future__ import annotations
+
+import argparse
 import contextlib
 import json
 import platform
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-import engine
-from engine import (
-    CPU_DTYPES,
-    VARIANTS,
-    ContinuousBatchingScheduler,
-    GPT2Cached,
-    GPT2Config,
-    GPT2Paged,
-    Recompute,
-    Request,
-    SamplingParams,
-    Speculator,
-    UserError,
-    generate,
-    load_model,
-    load_tokenizer,
-    output_limit,
-    sample,
-    share_weights,
-)
+import engine  # its names are asked for at each call, so that a replaced engine.load_model is the one that runs
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LABELS = {"no-cache": "no cache", "cached": "KV-cache (torch.cat)", "paged": "KV-cache (pages)"}
 SENTENCE = "The meaning of life is"
+SLOTS = 8  # of the scheduler, in the benchmarks of batching
+
+Table = list[dict[str, Any]]  # equal dicts, a line each: column -> text or number (lists go to the JSON alone)
 
 
-def greedy(tokens):
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+# ---------------------------------------------------------------------------------------------------
+# The frame: what is said, printed and written of any benchmark, on a CPU or a GPU
+
+def require_match(what: str, matches: bool) -> None:
+    """Says whether outputs match, before any time is printed. Ends the program (status 1) where they don't: the speed
+    of wrong results is worth nothing."""
+    print(f"Match: {'yes' if matches else 'NO'}  {what}", flush=True)
+    if not matches:
+        raise SystemExit(1)
 
 
-def random_prompt(length, vocab_size):
+def _cell(value):
+    """A value as the table shows it."""
+    if isinstance(value, str):
+        return value
+    return f"{value:d}" if isinstance(value, int) else f"{value:.2f}"
+
+
+def print_table(title: str, table: Table) -> None:
+    """Prints a table in columns of fixed width: text to the left, numbers to the right; lists are left out."""
+    table = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in table]
+    lines = [list(table[0])] + [[_cell(value) for value in row.values()] for row in table]
+    widths = [max(map(len, column)) for column in zip(*lines)]       # zip(*...): columns of lines
+    print(f"\n{title}")
+    for line in lines:
+        cells = zip(line, widths, table[0].values())                 # the first values say which columns are text
+        print("  ".join(cell.ljust(width) if isinstance(value, str) else cell.rjust(width)
+                        for cell, width, value in cells))
+
+
+def check_outputs(args: argparse.Namespace, drawn: Sequence[str] = ("generation", "bytes", "batching")) -> None:
+    """Raises UserError, before anything is measured, where --json or --plot can't be written, or nothing is drawn.
+
+    drawn: the benchmarks of which --plot makes a picture.
+    """
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise engine.UserError(f"{flag} {path} can't be written: it is a folder, or is in none")
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
+        raise engine.UserError(f"--plot must end in .png, .svg or .pdf, not {args.plot}")
+    if args.plot and args.only not in (None, *drawn):
+        raise engine.UserError(f"--plot draws the benchmarks {', '.join(drawn)}, not {args.only}")
+
+
+def report(machine: dict[str, Any], benchmarks: dict[str, tuple[str, Callable[..., Table]]], args: argparse.Namespace,
+           plot: Callable[[dict[str, Any], str], None], *inputs: Any) -> None:
+    """Runs --only one of the benchmarks, or all, and writes the files of --json and --plot.
+
+    machine: what is printed and written of the place where they run. benchmarks: name -> (title of its table,
+    function of the inputs). plot: draws the results, {"machine": machine, name: table}, to a file.
+    """
+    from tqdm import tqdm
+
+    print("  ".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
+    results = {"machine": machine}
+    # disable=None: no bar where stderr is not a terminal. leave=False: it is gone before the table is printed.
+    progress = tqdm([args.only] if args.only else list(benchmarks), disable=None, leave=False)
+    for name in progress:
+        progress.set_description(name)
+        title, bench = benchmarks[name]
+        results[name] = bench(*inputs)
+        progress.clear()
+        print_table(title, results[name])
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    if args.plot:
+        plot(results, args.plot)
+
+
+def processor_name() -> str:
+    """The processor as its maker names it; what `platform` knows where /proc is missing."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def pyplot() -> ModuleType:
+    """matplotlib's pyplot, which draws to files: no window is opened, and none need be possible."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_figure(figure: Figure, results: dict[str, Any], hardware: str, path: str) -> None:
+    """Writes a figure, with a line below it of the model, its dtype and the hardware, and frees it."""
+    machine = results["machine"]
+    figure.supxlabel(f"GPT-2 ({machine['model']}), {machine['dtype']}, {hardware}", fontsize=8, color="#5f6368")
+    figure.savefig(path, dpi=160)
+    pyplot().close(figure)                                           # or it would be kept until the program ends
+
+
+# ---------------------------------------------------------------------------------------------------
+# What several benchmarks need
+
+def greedy(tokens: int) -> engine.SamplingParams:
+    """Parameters for exactly so many tokens, the most likely ones."""
+    return engine.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def random_prompt(length: int, vocab_size: int) -> list[int]:
+    """Token ids, the same ones for the same length."""
     return np.random.default_rng(length).integers(min(vocab_size, 50000), size=length).tolist()
 
 
-def outputs_match(models, prompt, tokens=4):
+def sentence_prompt() -> list[int]:
+    """The token ids of SENTENCE."""
+    return engine.load_tokenizer().encode_ordinary(SENTENCE)
+
+
+def median_seconds(function: Callable[[], object], runs: int = 15) -> float:
+    """The median of some calls, after one that is not counted."""
+    function()
+    marks = [time.perf_counter()]
+    for _ in range(runs):
+        function()
+        marks.append(time.perf_counter())
+    return statistics.median(np.diff(marks))
+
+
+class GenerationTimes(NamedTuple):
+    """Seconds to the first token of a text, and for each token after it."""
+
+    first: float
+    rest: np.ndarray
+
+
+def time_generation(model: engine.GPT2, prompt: list[int], tokens: int) -> GenerationTimes:
+    """The times of so many tokens, greedily, one request alone."""
+    marks = [time.perf_counter()]                                    # when the request began, and each token came
+    for _ in engine.generate(model, prompt, greedy(tokens)):
+        marks.append(time.perf_counter())
+    gaps = np.diff(marks)
+    return GenerationTimes(gaps[0], gaps[1:])
+
+
+def weight_bytes(model: engine.GPT2) -> int:
+    """Bytes of weights that a decode step reads: all but the embeddings, of which it needs a row each; a tied head
+    counts."""
+    return sum(linear.weight.nbytes for linear in model.linears())
+
+
+def read_bandwidth() -> float:
+    """Bytes a second at which this machine reads memory with torch's threads: the best of 10 sums of 512 MB."""
+    data = torch.ones(2**27)                                         # far more than any cache holds
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        data.sum()
+        seconds.append(time.perf_counter() - start)
+    return data.nbytes / min(seconds)                                # what else runs can only make it slower
+
+
+# ---------------------------------------------------------------------------------------------------
+# Generation: what a KV-cache saves
+
+def _last_logits(model: engine.GPT2, prompt: list[int]) -> torch.Tensor:
+    """The logits (1, 1, V) after a prompt, as a decode step makes them: from what is stored of all but the last."""
+    ids = torch.tensor([prompt])
+    kv = model.new_kv()
+    model(ids[:, :-1], kv, keep=slice(-1, None))
+    logits = model(ids[:, kv.length:], kv, keep=slice(-1, None))     # all of them where nothing is stored
+    kv.release()
+    return logits
+
+
+def outputs_match(models: dict[str, engine.GPT2], prompt: list[int], tokens: int = 4) -> tuple[bool, float]:
     """Every variant against the plain GPT2, which shares no kernel with them: the largest difference of the logits
     after the prompt, relative to their size, and in float32 the greedy text. -> (whether they match, the difference)"""
     oracle = engine.share_weights(models["no-cache"], engine.GPT2, backend=engine.PLAIN)
-    ids = torch.tensor([prompt])
-    exact = oracle.wte.weight.dtype == torch.float32
-    expected = oracle(ids, keep=slice(-1, None))
+    exact = oracle.wte.weight.dtype == torch.float32                 # in 16 bits a tie may be rounded otherwise
+    expected = _last_logits(oracle, prompt)
     text = list(engine.generate(oracle, prompt, greedy(tokens)))
-    same_text, differences = True, []
-    for name, model in models.items():
+    same_text = True
+    differences = []
+    for model in models.values():
         same_text &= list(engine.generate(model, prompt, greedy(tokens))) == text
-        kv = model.new_kv()
-        model(ids[:, :-1], kv, keep=slice(-1, None))
-        logits = model(ids if name == "no-cache" else ids[:, -1:], kv, keep=slice(-1, None))
-        kv.release()
-        differences.append((logits - expected).abs().max() / expected.abs().max())
+        differences.append((_last_logits(model, prompt) - expected).abs().max() / expected.abs().max())
     difference = torch.stack(differences).max()
     close = bool(difference < (1e-4 if exact else 3e-2))             # NaN is below nothing
-    return close and (same_text or not exact), difference.item()     # 16 bits may round a tie otherwise
+    return close and (same_text or not exact), difference.item()
 
 
-def time_generation(model, prompt, tokens):
-    """Seconds to the first token, and of each token after it."""
-    marks = [time.perf_counter()]
-    for _ in generate(model, prompt, greedy(tokens)):
-        marks.append(time.perf_counter())
-    gaps = np.diff(marks)
-    return gaps[0], gaps[1:]
+def _affordable_tokens(model, prompt):
+    """How many tokens take some 1.5 seconds after this prompt, at least 4: those of a slow variant take long."""
+    second = time_generation(model, prompt, 2).rest[0]               # the time of the second token; it warms up too
+    return 1 + max(3, int(1.5 / second))
 
 
-def bench_generation(models, args):
+def _generation_row(name, prompt, tokens, runs, base, compared):
+    """A variant's line. base: seconds a token without a cache, a run each, the mean of `compared` tokens."""
+    step = [statistics.mean(run.rest) for run in runs]
+    # Run by run, since they were interleaved: what slowed the machine for a while slowed both.
+    speed_ups = [without / statistics.mean(run.rest[:compared]) for without, run in zip(base, runs)]
+    return {
+        "prompt": len(prompt), "variant": LABELS[name], "new": tokens,
+        "first token ms": 1e3 * statistics.median(run.first for run in runs),
+        "ms a token": 1e3 * statistics.median(step),
+        "min": 1e3 * min(step), "max": 1e3 * max(step),
+        "tokens/s": 1 / statistics.median(step),
+        "speed-up": statistics.median(speed_ups),
+    }
+
+
+def bench_generation(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
     """First token and decode of each variant after prompts of several lengths, in interleaved rounds."""
-    sentence = load_tokenizer().encode_ordinary(SENTENCE)
+    sentence = sentence_prompt()
     prompts = [sentence] + [random_prompt(n, models["paged"].config.vocab_size) for n in (16, 512, 900)]
-    rows = []
+    table = []
     for prompt in prompts:
         same, difference = outputs_match(models, prompt)
-        print(f"Match: {'yes' if same else 'NO'}  after {len(prompt)} tokens, "
-              f"logits of all variants within {difference:.1e} of the largest")
-        if not same:
-            raise SystemExit(1)
+        require_match(f"after {len(prompt)} tokens, "
+                      f"logits of all variants within {difference:.1e} of the largest", same)
         tokens = dict.fromkeys(models, args.tokens)
         if prompt is not sentence:  # a slow variant makes fewer tokens than asked for; the table says how many
-            for name, model in models.items():
-                tokens[name] = min(args.tokens, 1 + max(3, int(1.5 / time_generation(model, prompt, 2)[1][0])))
+            tokens = {name: min(args.tokens, _affordable_tokens(model, prompt)) for name, model in models.items()}
         runs = {name: [] for name in models}
         for _ in range(args.runs):
             for name, model in models.items():
                 runs[name].append(time_generation(model, prompt, tokens[name]))
-        alike = tokens["no-cache"] - 1                                # speed-up compares the same positions
-        base = [statistics.mean(rest) for _, rest in runs["no-cache"]]
-        for name in models:
-            step = [statistics.mean(rest) for _, rest in runs[name]]
-            rows.append({
-                "prompt": len(prompt), "variant": LABELS[name], "new": tokens[name],
-                "first token ms": 1e3 * statistics.median(first for first, _ in runs[name]),
-                "ms a token": 1e3 * statistics.median(step),
-                "min": 1e3 * min(step), "max": 1e3 * max(step),
-                "tokens/s": 1 / statistics.median(step),
-                "speed-up": statistics.median(
-                    b / statistics.mean(rest[:alike]) for b, (_, rest) in zip(base, runs[name])),
-            })
-    return rows
+        # Without a cache a token takes longer the more stand before it: compare the same positions of all variants.
+        compared = tokens["no-cache"] - 1
+        base = [statistics.mean(run.rest) for run in runs["no-cache"]]
+        table += [_generation_row(name, prompt, tokens[name], runs[name], base, compared) for name in models]
+    return table
 
+
+# ---------------------------------------------------------------------------------------------------
+# Bytes: what torch.cat moves, and pages don't
 
 class ByteCounter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the bytes that operators allocate, and that those which store K and V read and write."""
+    """Counts the bytes that operators allocate, and that those which store K and V read and write.
+
+    While it is entered (`with counter:`) torch calls it in place of each operator.
+    """
 
     MOVES = ("cat", "copy_", "index_copy_")
 
     def __init__(self):
         super().__init__()
-        self.allocated = self.moved = 0
+        self.allocated = 0
+        self.moved = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Runs one operator and counts: an output whose memory is none of the inputs' was allocated."""
         out = func(*args, **(kwargs or {}))
-        flat = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = {t.untyped_storage().data_ptr() for t in flat}
-        for t in torch.utils._pytree.tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
-                self.allocated += t.nbytes
+        inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        known = {x.untyped_storage().data_ptr() for x in inputs}
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.allocated += x.nbytes
         name = func.overloadpacket.__name__
-        if name in self.MOVES:
-            self.moved += 2 * (out.nbytes if name == "cat" else flat[-1].nbytes)
+        if name in self.MOVES:  # each byte is read and written: all of a cat, the last input of a copy, its source
+            self.moved += 2 * (out.nbytes if name == "cat" else inputs[-1].nbytes)
         return out
 
 
-def count_bytes(model, stored):
+def count_bytes(model: engine.GPT2, stored: int) -> ByteCounter:
     """Bytes that one decode step moves and allocates to store and attend, with `stored` tokens before it.
 
     Counted on the plain path, which stores by operators that can be seen what the kernels store.
@@ -139,7 +300,8 @@ def count_bytes(model, stored):
     model = engine.share_weights(model, type(model), backend=engine.PLAIN)
     kv = model.new_kv()
     model(torch.tensor([random_prompt(stored, model.config.vocab_size)]), kv, keep=slice(-1, None))
-    counter, attend = ByteCounter(), kv.attend
+    counter = ByteCounter()
+    attend = kv.attend
 
     def counted(*args):
         with counter:
@@ -151,202 +313,235 @@ def count_bytes(model, stored):
     return counter
 
 
-def bench_bytes(models, args):
+def bench_bytes(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
     """What a decode step costs in memory: torch.cat against pages, counted operator by operator as it runs."""
-    rows = []
+    table = []
     for stored in (16, 128, 512, 900):
         for name in ("cached", "paged"):
             counter = count_bytes(models[name], stored)
-            rows.append({"stored": stored, "variant": LABELS[name], "moved KB a step": counter.moved / 1e3,
-                         "allocated KB a step": counter.allocated / 1e3})
-    return rows
+            table.append({"stored": stored, "variant": LABELS[name], "moved KB a step": counter.moved / 1e3,
+                          "allocated KB a step": counter.allocated / 1e3})
+    return table
 
 
-def read_bandwidth():
-    """Bytes a second at which this machine reads memory with torch's threads: the best of 10 sums of 512 MB."""
-    data = torch.ones(2**27)
-    seconds = []
-    for _ in range(10):
-        start = time.perf_counter()
-        data.sum()
-        seconds.append(time.perf_counter() - start)
-    return data.nbytes / min(seconds)
+# ---------------------------------------------------------------------------------------------------
+# A decode step: its parts, its floor, the dtype of the weights
 
-
-def median_seconds(function, runs=15):
-    """The median of some calls, after one that is not counted."""
-    function()
-    marks = [time.perf_counter()]
-    for _ in range(runs):
-        function()
-        marks.append(time.perf_counter())
-    return statistics.median(np.diff(marks))
-
-
-def step_parts(model, prompt):
+def step_parts(model: engine.GPT2, prompt: list[int]) -> dict[str, float]:
     """ms of what a decode step does after a prompt, each part by itself."""
+    c = model.config
     inputs = [(linear, torch.randn(1, linear.weight.shape[1])) for linear in model.linears()]
-    c, kv, request = model.config, model.new_kv(), Request(prompt, greedy(1))
-    q, logits = torch.randn(1, c.n_head, 1, c.head_dim), model(torch.tensor([prompt]), kv)[0, -1:]
-    kv.reserve(1, 1, c.n_positions)
+    kv = model.new_kv()
+    request = engine.Request(prompt, greedy(1))
+    q = torch.randn(1, c.n_head, 1, c.head_dim)                      # stands for the new key and value too
+    logits = model(torch.tensor([prompt]), kv)[0, -1:]
+    kv.reserve(1, 1, c.n_positions)                                  # never advanced: each call attends to as much
     parts = {"products": lambda: [linear(x) for linear, x in inputs],
              "attention": lambda: [kv.attend(layer, q, q, q, 1.0) for layer in range(c.n_layer)],
-             "sampling": lambda: sample(logits, [request])}
-    parts = {name: 1e3 * median_seconds(part) for name, part in parts.items()}
+             "sampling": lambda: engine.sample(logits, [request])}
+    milliseconds = {name: 1e3 * median_seconds(part) for name, part in parts.items()}
     kv.release()
-    return parts
+    return milliseconds
 
 
-def bench_bandwidth(models, args):
+def bench_bandwidth(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
     """What a decode step costs and what on, against its floor: every weight is read once."""
-    weights, ceiling, rows = weight_bytes(models["paged"]), read_bandwidth(), []
-    prompt = load_tokenizer().encode_ordinary(SENTENCE)
+    weights = weight_bytes(models["paged"])
+    ceiling = read_bandwidth()
+    prompt = sentence_prompt()
+    table = []
     for name in ("cached", "paged"):
-        step = statistics.median(time_generation(models[name], prompt, 30)[1])
+        step = statistics.median(time_generation(models[name], prompt, 30).rest)
         parts = step_parts(models[name], prompt)
-        rows.append({"variant": LABELS[name], "weights MB": weights / 1e6, "memory GB/s": ceiling / 1e9,
-                     "floor ms": 1e3 * weights / ceiling, "ms a token": 1e3 * step,
-                     "share of memory": weights / step / ceiling, **parts,
-                     "rest": max(0.0, 1e3 * step - sum(parts.values()))})
-    return rows
+        table.append({"variant": LABELS[name], "weights MB": weights / 1e6, "memory GB/s": ceiling / 1e9,
+                      "floor ms": 1e3 * weights / ceiling, "ms a token": 1e3 * step,
+                      "share of memory": weights / step / ceiling, **parts,
+                      # The rest: LayerNorms, embeddings, what Python does between the calls.
+                      "rest": max(0.0, 1e3 * step - sum(parts.values()))})
+    return table
 
 
-def weight_bytes(model):
-    """What a step reads: all but the embeddings, of which it needs a row each; a tied head counts."""
-    return sum(linear.weight.nbytes for linear in model.linears())
+def _decoded_logits(model, text):
+    """Logits (T, V) of a text of T tokens that is fed token by token, as decoding does."""
+    kv = model.new_kv()
+    logits = torch.cat([model(torch.tensor([[token]]), kv)[0] for token in text])
+    kv.release()
+    return logits
 
 
-def bench_dtypes(models, args):
+def bench_dtypes(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
     """Each dtype of the weights: its speed, and on a text of `tiny` what it costs in accuracy."""
-    prompt, rows = load_tokenizer().encode_ordinary(SENTENCE), []
-    params = SamplingParams(seed=0, max_tokens=120, ignore_eos=True)
-    text = prompt + list(generate(load_model("tiny"), prompt, params))
-    for dtype in CPU_DTYPES:
-        tiny = load_model("tiny", dtype=dtype)
-        kv, ids = tiny.new_kv(), torch.tensor([text])
-        logits = torch.cat([tiny(ids[:, n:n + 1], kv)[0] for n in range(len(text))])   # token by token, as it decodes
-        kv.release()
-        if not rows:
+    prompt = sentence_prompt()
+    params = engine.SamplingParams(seed=0, max_tokens=120, ignore_eos=True)
+    text = prompt + list(engine.generate(engine.load_model("tiny"), prompt, params))
+    reference = None                                                 # the logits of float32, the first
+    table = []
+    for dtype in engine.CPU_DTYPES:
+        logits = _decoded_logits(engine.load_model("tiny", dtype=dtype), text)
+        if reference is None:
             reference = logits
-        model = load_model(models["paged"].name, GPT2Paged, dtype=dtype)
-        time_generation(model, prompt, 3)
-        step = statistics.median(time_generation(model, prompt, min(args.tokens, 60))[1])
-        rows.append({"weights": dtype, "weights MB": weight_bytes(model) / 1e6, "ms a token": 1e3 * step,
-                     "tokens/s": 1 / step,
-                     "logits error %": 100 * ((logits - reference).abs().max() / reference.abs().max()).item(),
-                     "perplexity": F.cross_entropy(logits[:-1], ids[0, 1:]).exp().item()})
-    for row in rows:
-        row["speed-up"] = rows[0]["ms a token"] / row["ms a token"]
-    return rows
+        model = engine.load_model(models["paged"].name, engine.GPT2Paged, dtype=dtype)
+        time_generation(model, prompt, 3)                            # warm-up
+        step = statistics.median(time_generation(model, prompt, min(args.tokens, 60)).rest)
+        table.append({"weights": dtype, "weights MB": weight_bytes(model) / 1e6, "ms a token": 1e3 * step,
+                      "tokens/s": 1 / step,
+                      "logits error %": 100 * ((logits - reference).abs().max() / reference.abs().max()).item(),
+                      "perplexity": F.cross_entropy(logits[:-1], torch.tensor(text[1:])).exp().item()})
+    for row in table:
+        row["speed-up"] = table[0]["ms a token"] / row["ms a token"]
+    return table
 
 
-SLOTS = 8
+# ---------------------------------------------------------------------------------------------------
+# Many requests: batching and the prefix cache
 
-
-def drain_steps(scheduler, *requests):
+def drain_steps(scheduler: engine.ContinuousBatchingScheduler, *requests: engine.Request) -> None:
+    """Submits requests, and runs steps in this thread until nothing is left to do."""
     scheduler.submit(*requests)
     while scheduler.step():
         pass
 
 
-def serve(model, jobs, mode, args):
-    """Runs jobs, (prompt, new tokens) each, that all arrive at once -> (requests, seconds).
+class ServingJob(NamedTuple):
+    """A prompt, and how many tokens are to follow it."""
 
-    sequential: one after another. static: batches of SLOTS, each waits for its slowest. continuous: a free slot is
-    given to the next at once.
+    prompt: list[int]
+    tokens: int
+
+
+class ServingRun(NamedTuple):
+    """Requests that were run, all of which had arrived at the start, and how long they took together."""
+
+    requests: list[engine.Request]
+    seconds: float
+
+
+def bench_serving(model: engine.GPT2Paged, jobs: Sequence[ServingJob], mode: str,
+                  args: argparse.Namespace) -> ServingRun:
+    """Runs jobs that all arrive at once.
+
+    mode: sequential: one after another. static: batches of SLOTS, each waits for its slowest. continuous: a free slot
+    is given to the next at once.
     """
-    size = {"sequential": 1, "static": SLOTS, "continuous": len(jobs)}[mode]
-    scheduler = ContinuousBatchingScheduler(model, SLOTS, prefill_chunk=args.prefill_chunk, prefix_cache=False)
-    requests, start = [Request(prompt, greedy(new)) for prompt, new in jobs], time.monotonic()
-    for at in range(0, len(requests), size):
-        drain_steps(scheduler, *requests[at:at + size])
-    for request in requests:
+    # How many requests the scheduler is given before it is run until it is empty.
+    at_once = {"sequential": 1, "static": SLOTS, "continuous": len(jobs)}[mode]
+    # Without the prefix cache: the same prompts are run again and again, and must be computed each time.
+    scheduler = engine.ContinuousBatchingScheduler(model, SLOTS, prefill_chunk=args.prefill_chunk, prefix_cache=False)
+    requests = [engine.Request(job.prompt, greedy(job.tokens)) for job in jobs]
+    start = time.monotonic()
+    for first in range(0, len(requests), at_once):
+        drain_steps(scheduler, *requests[first:first + at_once])
+    for request in requests:  # they were submitted later, but waited from the start
         request.arrival_time = start
-    return requests, time.monotonic() - start
+    return ServingRun(requests, time.monotonic() - start)
 
 
-def latencies(requests):
+def latencies(requests: Sequence[engine.Request]) -> dict[str, float]:
     """ms, mean / median / 99th percentile, as serving benchmarks give them: time to first token, time per output
     token (after the first, a mean for each request), inter-token latency (each gap)."""
-    gaps = [np.diff(r.token_times) for r in requests]
-    times = {"TTFT": [r.token_times[0] - r.arrival_time for r in requests],
+    gaps = [np.diff(request.token_times) for request in requests]    # empty for a request of one token
+    times = {"TTFT": [request.token_times[0] - request.arrival_time for request in requests],
              "TPOT": [gap.mean() for gap in gaps if len(gap)], "ITL": np.concatenate(gaps)}
     measures = {"mean": np.mean, "median": np.median, "p99": lambda values: np.percentile(values, 99)}
     return {f"{name} {what}": 1e3 * float(measure(values))
             for name, values in times.items() for what, measure in measures.items()}
 
 
-def bench_batching(models, args):
-    """The same requests one after another, in static batches, and continuously batched."""
-    model, rows = share_weights(models["paged"], GPT2Paged, max_pages=1024), []
-    full, draw = args.only == "batching", np.random.default_rng(0)
-    most = args.tokens if full else max(4, args.tokens // 2)
-    jobs = [(random_prompt(int(length), model.config.vocab_size), int(new)) for length, new in
-            zip(draw.integers(5, 201, size=32), draw.geometric(2.5 / most, size=32).clip(2, most))]
-    serve(model, [(prompt, 2) for prompt, _ in jobs[:SLOTS]], "continuous", args)     # warm-up
-    for count in (1, 2, 4, 8, 16, 32) if full else (16,):
+def _serving_jobs(most, vocab_size):
+    """32 jobs: prompts of 5 to 200 tokens, outputs mostly short and a few of `most` tokens, as in practice."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(5, 201, size=32)
+    tokens = draw.geometric(2.5 / most, size=32).clip(2, most)
+    return [ServingJob(random_prompt(int(length), vocab_size), int(n)) for length, n in zip(lengths, tokens)]
+
+
+def _serving_row(mode, runs):
+    """A mode's line, from the run of median time. bars: [slot, admission, end] of each request, seconds."""
+    median = statistics.median(run.seconds for run in runs)
+    requests, seconds = min(runs, key=lambda run: abs(run.seconds - median))
+    start = requests[0].arrival_time                                 # of all of them
+    row = {"requests": len(requests), "mode": mode, "tokens/s": sum(len(r.output_ids) for r in requests) / seconds}
+    row |= latencies(requests)
+    row["bars"] = [[r.slot, r.scheduled_time - start, r.finish_time - start] for r in requests]
+    return row
+
+
+def bench_batching(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
+    """The same requests one after another, in static batches, and continuously batched; in full with --only alone."""
+    model = engine.share_weights(models["paged"], engine.GPT2Paged, max_pages=1024)   # enough for all slots
+    in_full = args.only == "batching"
+    jobs = _serving_jobs(args.tokens if in_full else max(4, args.tokens // 2), model.config.vocab_size)
+    bench_serving(model, [ServingJob(job.prompt, 2) for job in jobs[:SLOTS]], "continuous", args)     # warm-up
+    table = []
+    for count in (1, 2, 4, 8, 16, 32) if in_full else (16,):
         runs = {mode: [] for mode in ("sequential", "static", "continuous")}
-        for _ in range(args.runs if full else 1):
-            for mode, found in runs.items():
-                found.append(serve(model, jobs[:count], mode, args))
-        texts = [[r.output_ids for r in found[0][0]] for found in runs.values()]
-        print(f"Match: {'yes' if texts[0] == texts[1] == texts[2] else 'NO'}  {count} requests, texts of all modes")
-        if not texts[0] == texts[1] == texts[2]:
-            raise SystemExit(1)
-        for mode, found in runs.items():
-            requests, seconds = min(found, key=lambda run: abs(run[1] - statistics.median(s for _, s in found)))
-            rows.append({"requests": count, "mode": mode,
-                         "tokens/s": sum(len(r.output_ids) for r in requests) / seconds} | latencies(requests) |
-                        {"bars": [[r.slot, r.scheduled_time - requests[0].arrival_time,
-                                   r.finish_time - requests[0].arrival_time] for r in requests]})
-    return rows
+        for _ in range(args.runs if in_full else 1):
+            for mode in runs:
+                runs[mode].append(bench_serving(model, jobs[:count], mode, args))
+        texts = [[request.output_ids for request in of_mode[0].requests] for of_mode in runs.values()]
+        require_match(f"{count} requests, texts of all modes", texts[0] == texts[1] == texts[2])
+        table += [_serving_row(mode, of_mode) for mode, of_mode in runs.items()]
+    return table
 
 
-def bench_prefix(models, args):
+def bench_prefix(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
     """Requests that share their first 500 tokens, without and with the prefix cache."""
-    model, shared, rows = models["paged"], random_prompt(500, models["paged"].config.vocab_size), []
+    model = models["paged"]
+    shared = random_prompt(500, model.config.vocab_size)
+    table = []
     for prefix_cache in (False, True):
-        scheduler = ContinuousBatchingScheduler(model, SLOTS, prefill_chunk=args.prefill_chunk,
-                                                prefix_cache=prefix_cache)
-        requests = [Request([*shared, n, n, n], greedy(8)) for n in range(4)]
+        scheduler = engine.ContinuousBatchingScheduler(model, SLOTS, prefill_chunk=args.prefill_chunk,
+                                                       prefix_cache=prefix_cache)
+        requests = [engine.Request([*shared, n, n, n], greedy(8)) for n in range(4)]    # 3 tokens of its own each
         start = time.monotonic()
         for request in requests:
             drain_steps(scheduler, request)
-        rows.append({"prefix cache": "on" if prefix_cache else "off", "requests": len(requests),
-                     "prompt tokens": 503 * len(requests), "cached": sum(r.cached_tokens for r in requests),
-                     "first token ms": 1e3 * statistics.median(r.token_times[0] - r.arrival_time for r in requests),
-                     "seconds": time.monotonic() - start})
-    return rows
+        table.append({"prefix cache": "on" if prefix_cache else "off", "requests": len(requests),
+                      "prompt tokens": 503 * len(requests), "cached": sum(r.cached_tokens for r in requests),
+                      "first token ms": 1e3 * statistics.median(r.token_times[0] - r.arrival_time for r in requests),
+                      "seconds": time.monotonic() - start})
+    return table
 
 
-class Replay(Speculator):
-    """Knows the text: guesses that cost nothing and are always right, the most that speculation can give."""
+# ---------------------------------------------------------------------------------------------------
+# Speculative decoding
 
-    def __init__(self, text, tokens):
-        self.text, self.tokens, self.kv, self.proposed, self.accepted = text, tokens, Recompute(), 0, 0
+class Replay(engine.Speculator):
+    """Knows the text: guesses that cost nothing and are always right, the most that speculation can give.
 
-    def check(self, target):
-        pass
+    model: any with the target's vocabulary, but not the target; it is never run. A GPT2 stores nothing either.
+    """
 
-    def guess(self, request, config):
-        made, left = len(request.output_ids), output_limit(request, config) - len(request.output_ids)
+    def __init__(self, model: engine.GPT2, text: Sequence[int], tokens: int = 4):
+        super().__init__(model, tokens)
+        self.text = list(text)
+
+    def guess(self, request: engine.Request, config: engine.GPT2Config) -> list[int]:
+        """Up to `tokens` next tokens of the text, fewer where the request would end before."""
+        made = len(request.output_ids)
+        left = engine.output_limit(request, config) - made
         return self.text[made:made + min(self.tokens, left - 1)]
 
 
-def bench_speculation(models, args):
+def bench_speculation(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
     """One stream alone, with `tiny` guessing, and with guesses that are always right."""
-    model, prompt, new = models["paged"], load_tokenizer().encode_ordinary(SENTENCE), min(args.tokens, 60)
-    text = list(generate(model, prompt, greedy(new)))
-    drafts, rows = {"off": None, "always right, at no cost": Replay(text, 4)}, []
-    if model.config.vocab_size == GPT2Config.vocab_size:
-        drafts["tiny"] = Speculator(load_model("tiny", GPT2Cached), 4)
+    model = models["paged"]
+    prompt = sentence_prompt()
+    tokens = min(args.tokens, 60)
+    text = list(engine.generate(model, prompt, greedy(tokens)))
+    drafts = {"off": None, "always right, at no cost": Replay(models["no-cache"], text)}
+    # tiny has GPT-2's vocabulary; for a model with another one it can't guess.
+    if model.config.vocab_size == engine.GPT2Config.vocab_size:
+        drafts["tiny"] = engine.Speculator(engine.load_model("tiny", engine.GPT2Cached), 4)
+    table = []
     for name, draft in drafts.items():
         start = time.perf_counter()
-        same = list(generate(model, prompt, greedy(new), draft=draft)) == text
-        rows.append({"guesses": name, "match": "yes" if same else "NO",
-                     "acceptance": draft.acceptance if draft else 0.0, "tokens/s": new / (time.perf_counter() - start)})
-        rows[-1]["speed-up"] = rows[-1]["tokens/s"] / rows[0]["tokens/s"]
-    return rows
+        same = list(engine.generate(model, prompt, greedy(tokens), draft=draft)) == text
+        rate = tokens / (time.perf_counter() - start)
+        table.append({"guesses": name, "match": "yes" if same else "NO",
+                      "acceptance": draft.acceptance if draft else 0.0, "tokens/s": rate})
+        table[-1]["speed-up"] = rate / table[0]["tokens/s"]
+    return table
 
 
 BENCHMARKS = {
@@ -361,118 +556,81 @@ BENCHMARKS = {
 }
 
 
-def print_table(title, rows):
-    """One fixed-width table of equal dicts."""
-    def text(value):
-        return value if isinstance(value, str) else f"{value:d}" if isinstance(value, int) else f"{value:.2f}"
+# ---------------------------------------------------------------------------------------------------
+# Pictures, and all of it together
 
-    rows = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in rows]
-    table = [list(rows[0])] + [[text(value) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    print(f"\n{title}")
-    for line in table:
-        cells = zip(line, widths, rows[0].values())
-        print("  ".join(cell.ljust(width) if isinstance(v, str) else cell.rjust(width) for cell, width, v in cells))
+class Curve(NamedTuple):
+    """What is drawn of a benchmark by the number of tokens before: a column of its table."""
+
+    tokens_before: Callable[[dict[str, Any]], float]
+    column: str
+    title: str
+    unit: str
 
 
-def check_outputs(args, drawn=("generation", "bytes", "batching")):
-    """Raises UserError, before anything is measured, where --json or --plot can't be written, or nothing is drawn."""
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise UserError(f"{flag} {path} can't be written: it is a folder, or is in none")
-    if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot must end in .png, .svg or .pdf, not {args.plot}")
-    if args.plot and args.only not in (None, *drawn):
-        raise UserError(f"--plot draws the benchmarks {', '.join(drawn)}, not {args.only}")
+CURVES = {
+    "generation": Curve(lambda row: row["prompt"] + row["new"] / 2, "ms a token", "Time of one new token", "ms"),
+    "bytes": Curve(lambda row: row["stored"], "moved KB a step", "K/V bytes moved to store it", "KB"),
+}
 
 
-def run_benchmarks(args):
-    """The benchmarks of --only (all without it): a table each, and the files of --json and --plot."""
-    check_outputs(args)
-    model = load_model(args.model, engine.GPT2, dtype=args.dtype, stand_in="random")
-    models = {name: share_weights(model, variant) for name, variant in VARIANTS.items()}
-    machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(), "runs": args.runs,
-               "processor": processor_name(), "system": platform.platform(terse=True), "torch": torch.__version__}
-    report(machine, BENCHMARKS, args, plot_results, models, args)
-
-
-def report(machine, benchmarks, args, plot, *inputs):
-    """Runs benchmarks, {name: (title, function of the inputs -> rows)}, on a machine that a dict describes."""
-    from tqdm import tqdm
-
-    print("  ".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
-    results = {"machine": machine}
-    progress = tqdm([args.only] if args.only else list(benchmarks), disable=None, leave=False)
-    for name in progress:
-        progress.set_description(name)
-        title, bench = benchmarks[name]
-        results[name] = bench(*inputs)
-        progress.clear()
-        print_table(title, results[name])
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
-    if args.plot:
-        plot(results, args.plot)
-
-
-def processor_name():
-    """The processor as its maker names it; what `platform` knows where /proc is missing."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def plot_results(results, path):
-    """Time of a token and bytes moved a step by context; below, who held which slot when, static and continuous."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    curves, timeline = [name for name in ("generation", "bytes") if name in results], "batching" in results
-    rows = [[name for name in curves for _ in range(2 // len(curves))]] * bool(curves)
-    rows += [["static"] * 2, ["continuous"] * 2] * timeline
-    figure, axes = pyplot.subplot_mosaic(rows, figsize=(10, 3.6 * bool(curves) + 3.6 * timeline), layout="constrained",
-                                         height_ratios=[2] * bool(curves) + [1, 1] * timeline)
-    for name in curves:
-        plot_curves(axes[name], name, results[name])
-    if timeline:
-        plot_timelines(axes, results["batching"])
-    machine = results["machine"]
-    figure.supxlabel(f"GPT-2 ({machine['model']}), {machine['dtype']}, {machine['threads']} threads, "
-                     f"{machine['processor']}", fontsize=8, color="#5f6368")
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
-
-
-def plot_curves(axis, name, rows):
-    x, y, title, unit = {
-        "generation": (lambda row: row["prompt"] + row["new"] / 2, "ms a token", "Time of one new token", "ms"),
-        "bytes": (lambda row: row["stored"], "moved KB a step", "K/V bytes moved to store it", "KB")}[name]
+def plot_curves(axis: Axes, name: str, table: Table) -> None:
+    """A line for each variant: time or bytes of a token by the number of tokens before it."""
+    curve = CURVES[name]
     for label, colour in zip(LABELS.values(), ("#9aa0a6", "#e8710a", "#1a73e8")):
-        points = sorted((x(row), row[y]) for row in rows if row["variant"] == label)
+        points = sorted((curve.tokens_before(row), row[curve.column]) for row in table if row["variant"] == label)
         if points:
             axis.plot(*zip(*points), marker="o", color=colour, label=label)
-    axis.set(title=title, xlabel="tokens before it", ylabel=unit, yscale="log")
-    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.set(title=curve.title, xlabel="tokens before it", ylabel=curve.unit, yscale="log")
+    axis.yaxis.set_major_formatter("{x:,.0f}")                       # 1,000, where a log axis would say 10^3
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=9)
 
 
-def plot_timelines(axes, rows):
+def plot_timelines(axes: dict[str, Axes], table: Table) -> None:
     """A bar for each request of the largest run, in its slot, from admission to its end."""
-    most = max(row["requests"] for row in rows)
-    shown_rows = {row["mode"]: row for row in rows if row["requests"] == most and row["mode"] in axes}
-    longest = max(end for row in shown_rows.values() for _, _, end in row["bars"])
-    for mode, row in shown_rows.items():
+    most = max(row["requests"] for row in table)
+    drawn = {row["mode"]: row for row in table if row["requests"] == most and row["mode"] in axes}
+    longest = max(end for row in drawn.values() for _, _, end in row["bars"])
+    for mode, row in drawn.items():
         axis = axes[mode]
         for n, (slot, start, end) in enumerate(row["bars"]):
-            axis.barh(slot, end - start, left=start, height=0.8, color=("#1a73e8", "#8ab4f8")[n // SLOTS % 2],
-                      edgecolor="white")
+            colour = ("#1a73e8", "#8ab4f8")[n // SLOTS % 2]          # by turns, a batch of the static mode each
+            axis.barh(slot, end - start, left=start, height=0.8, color=colour, edgecolor="white")
         axis.set(title=f"{mode}: {most} requests in {SLOTS} slots, {row['tokens/s']:.0f} tokens/s", ylabel="slot",
                  xlim=(0, longest), yticks=range(0, SLOTS, 2), xlabel="seconds" if mode == "continuous" else None)
-        axis.invert_yaxis()
+        axis.invert_yaxis()                                          # slot 0 on top
         axis.spines[["top", "right"]].set_visible(False)
+
+
+def plot_results(results: dict[str, Any], path: str) -> None:
+    """Time of a token and bytes moved a step by context; below, who held which slot when, static and continuous."""
+    curves = [name for name in CURVES if name in results]
+    mosaic = []                                                      # rows of panels by name, in two columns
+    heights = []
+    if curves:
+        mosaic.append(curves if len(curves) == 2 else curves * 2)    # one alone takes both columns
+        heights.append(2)
+    if "batching" in results:
+        mosaic += [["static", "static"], ["continuous", "continuous"]]
+        heights += [1, 1]
+    figure, axes = pyplot().subplot_mosaic(mosaic, figsize=(10, 1.8 * sum(heights)), layout="constrained",
+                                           height_ratios=heights)
+    for name in curves:
+        plot_curves(axes[name], name, results[name])
+    if "batching" in results:
+        plot_timelines(axes, results["batching"])
+    machine = results["machine"]
+    save_figure(figure, results, f"{machine['threads']} threads, {machine['processor']}", path)
+
+
+def run_benchmarks(args: argparse.Namespace) -> None:
+    """The benchmarks of --only (all without it): a table each, and the files of --json and --plot."""
+    check_outputs(args)
+    # Random weights where gpt2 can't be had: a speed does not depend on their values. All variants share them.
+    model = engine.load_model(args.model, engine.GPT2, dtype=args.dtype, stand_in="random")
+    models = {name: engine.share_weights(model, variant) for name, variant in engine.VARIANTS.items()}
+    machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(), "runs": args.runs,
+               "processor": processor_name(), "system": platform.platform(terse=True), "torch": torch.__version__}
+    report(machine, BENCHMARKS, args, plot_results, models, args)

@@ -1,9 +1,13 @@
 """How the next token is chosen. Order and meaning are vLLM's: bias and minimum length, penalties, temperature, min_p,
 top_k, top_p."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Protocol
 
 import torch
 
@@ -23,7 +27,8 @@ class SamplingParams:
     frequency_penalty   -2 to 2, taken as often as the token stands in the output
     logit_bias          {token id: -100 to 100}, added to those logits
     seed                the request's own random stream: the same seed gives the same text whatever else runs
-    max_tokens          most tokens to generate; None is all that the context holds. min_tokens: no end before
+    max_tokens          most tokens to generate; None is all that the context holds
+    min_tokens          neither the end-of-text token nor a stop string ends the text before so many tokens
     ignore_eos          the end-of-text token does not end the text
     stop                a string or several: the text ends before the first of them
     logprobs            0 to 20: log probabilities of the chosen token and of that many most likely ones
@@ -37,16 +42,30 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict | None = None
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop: str | tuple = ()
+    stop: str | Sequence[str] = ()                                   # a tuple once the object is made
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
     def __post_init__(self):
+        self._check_numbers()
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, tuple | list) or not all(isinstance(s, str) and s for s in stop):
+            raise UserError(f"stop must be a string or strings of at least 1 character, not {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))                # the only way to set a field of a frozen object
+        if not isinstance(self.logit_bias, dict | None):
+            raise UserError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
+        for token, bias in (self.logit_bias or {}).items():
+            check_number("logit_bias token id", token, Integral, 0)
+            check_number(f"logit_bias of token {token}", bias, Real, -100, 100)
+
+    def _check_numbers(self):
         check_number("temperature", self.temperature, Real, 0)
         check_number("top_k", self.top_k, Integral, -1)
         check_number("top_p", self.top_p, Real, ABOVE_0, 1)
@@ -58,28 +77,33 @@ class SamplingParams:
         check_number("max_tokens", self.max_tokens, Integral, 0, optional=True)
         longest = math.inf if self.max_tokens is None else self.max_tokens
         check_number("min_tokens", self.min_tokens, Integral, 0, longest)
-        for name in ("logprobs", "prompt_logprobs"):
-            check_number(name, getattr(self, name), Integral, 0, 20, optional=True)
-        if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, tuple | list) or not all(isinstance(s, str) and s for s in stop):
-            raise UserError(f"stop must be a string or strings of at least 1 character, not {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(stop))
-        if not isinstance(self.logit_bias, dict | None):
-            raise UserError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
-        for token, bias in (self.logit_bias or {}).items():
-            check_number("logit_bias token id", token, Integral, 0)
-            check_number(f"logit_bias of token {token}", bias, Real, -100, 100)
+        check_number("logprobs", self.logprobs, Integral, 0, 20, optional=True)
+        check_number("prompt_logprobs", self.prompt_logprobs, Integral, 0, 20, optional=True)
 
     @property
-    def penalises(self):
+    def penalises(self) -> bool:
+        """Whether tokens that have occurred change the logits."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
-    def truncates(self):
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn, however the noise falls."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+
+class Sampleable(Protocol):
+    """What `sample` reads of a request."""
+
+    params: SamplingParams
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+    def noise_key(self) -> list[int]:
+        """Two numbers of 32 bits, signed, that determine the noise with which the next token is drawn."""
+
+
+# ---------------------------------------------------------------------------------------------------
+# Log probabilities
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -87,133 +111,220 @@ class TokenLogprobs:
 
     token: int
     logprob: float
-    top: dict  # token id -> logprob, the most likely first
+    top: dict[int, float]  # token id -> logprob, the most likely first
 
 
-def sample(logits, requests, eos_token_id=None):
-    """The next token of each row: logits (B, V), a Request a row -> (ids, TokenLogprobs or None), lists of B.
-
-    A row's result depends on its logits and its request alone, not on its neighbours.
-    """
-    params = [request.params for request in requests]
-    logits = logits.float()
-    chosen = process_logits(logits, requests, eos_token_id)                            # (B, V)
-    largest, tokens = chosen.max(dim=-1)
-    if not largest.isfinite().all():
-        raise FloatingPointError("the logits hold NaN or infinity")
-    if any(p.temperature for p in params):
-        temperature = logits.new_tensor([[p.temperature] for p in params])
-        # Of the largest logit only the excess over it counts: near temperature 0 all others become -inf, never NaN.
-        probs = torch.softmax((chosen - largest[:, None]) / temperature.clamp(1e-30, 1e30), dim=-1)
-        rows = [i for i, p in enumerate(params) if p.temperature and p.truncates]
-        if rows:
-            probs[rows] = truncate(probs[rows], tokens[rows], [params[i] for i in rows])
-        tokens = torch.where(temperature[:, 0] == 0, tokens, draw(probs, [r.noise_key() for r in requests]))
-    tokens = tokens.tolist()
-    return tokens, token_logprobs(logits, tokens, [p.logprobs for p in params])
-
-
-def process_logits(logits, requests, eos_token_id):
-    """The logits after logit_bias, min_tokens and the penalties; a copy where anything changes."""
-    V = logits.shape[-1]
-    biased = [(i, token, bias) for i, r in enumerate(requests) for token, bias in (r.params.logit_bias or {}).items()]
-    can_end = eos_token_id is not None and eos_token_id < V
-    early = [i for i, r in enumerate(requests) if can_end and len(r.output_ids) < r.params.min_tokens]
-    penalised = [(i, r) for i, r in enumerate(requests) if r.params.penalises]
-    if not (biased or early or penalised):
-        return logits
-    logits = logits.clone(memory_format=torch.contiguous_format)
-    if biased:  # at once: a request may bring hundreds
-        rows, tokens, values = (torch.tensor(column, device=logits.device) for column in zip(*biased))
-        logits[rows, tokens] += values.to(logits.dtype)
-    for i in early:
-        logits[i, eos_token_id] = -math.inf
-    if penalised:
-        flat = logits.view(-1)                                       # row i's token t is at i * V + t
-        repetition, frequency, presence = logits.new_tensor(
-            [[r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty] for r in requests],
-            dtype=torch.float64).T
-
-        def seen(tokens_of):
-            ids = [i * V + token for i, r in penalised for token in tokens_of(r)]
-            at, count = torch.tensor(ids, dtype=torch.long, device=flat.device).unique(return_counts=True)
-            return at, at // V, count
-
-        at, row, _ = seen(lambda r: r.prompt_ids + r.output_ids)
-        value, penalty = flat[at].double(), repetition[row]
-        value = torch.where(value > 0, value / penalty, value * penalty)
-        lowest = torch.finfo(torch.float32).min                      # finite: a row of -inf alone has no softmax
-        flat[at] = value.clamp(min=lowest, max=-lowest).float()
-        at, row, count = seen(lambda r: r.output_ids)
-        flat[at] -= (frequency[row] * count + presence[row]).float()
-    return logits
-
-
-def truncate(probs, best, params, candidates=1024):
-    """probs (B, V) with the tokens that min_p, top_k and top_p exclude set to 0. best (B): the most likely ones."""
-    V = probs.shape[-1]
-    candidates = min(candidates, V)
-    top_k = probs.new_tensor([[p.top_k if 0 < p.top_k < V else V] for p in params])
-    top_p = probs.new_tensor([[p.top_p if p.top_p < 1 else math.inf] for p in params], dtype=torch.float64)
-    least = probs.new_tensor([[p.min_p] for p in params]) * probs.gather(1, best[:, None])
-    if candidates < V:  # a sort of the whole vocabulary is slow and rarely needed
-        top, ids = probs.topk(candidates)                                              # most likely first
-    else:
-        top, ids = probs.sort(dim=-1, descending=True, stable=True)
-    # Where several are the most likely, topk names any of them first; it must be the one that greedy takes.
-    ids = torch.where(ids == best[:, None], ids[:, :1], ids)
-    ids[:, 0] = best
-    kept = top.double() * ((torch.arange(candidates, device=probs.device) < top_k) & (top >= least))
-    everything = torch.where(top_k <= candidates, kept.sum(-1, keepdim=True),
-                             (probs * (probs >= least)).sum(-1, keepdim=True, dtype=torch.float64))
-    kept *= kept.cumsum(-1) - kept < top_p * everything
-    kept[:, 0] = top[:, 0]
-    out = torch.zeros_like(probs).scatter_(1, ids, kept.to(probs.dtype))
-    # A row that may keep more than the candidates is done again over all; which rows, each decides for itself.
-    again = ((top_k > candidates) & ((kept[:, -1:] > 0) | (top_k < V))).nonzero()[:, 0]
-    if len(again):
-        out[again] = truncate(probs[again], best[again], [params[i] for i in again.tolist()], candidates=V)
-    return out
-
-
-def draw(probs, keys):
-    """One token a row from probs (B, V), not normalised: each token's probability over its own exponential noise;
-    the largest wins (the exponential race, Gumbel-max in other words). Rounding in the logits changes the winner
-    only where two are all but equal, unlike a walk along the cumulative sum, which every token before it shifts.
-    """
-    return (probs / exponential_noise(keys, probs.shape[-1], probs.device)).argmax(dim=-1)
-
-
-def exponential_noise(keys, V, device=None):
-    """(B, V) float32, exponentially distributed: an integer hash of each token and its row's noise_key.
-
-    The hash mixes as lowbias32 does (Wellons 2018), and takes the second half of the key on the way.
-    """
-    first, second = torch.tensor(keys, dtype=torch.int32, device=device)[:, :, None].unbind(1)
-    x = torch.arange(V, dtype=torch.int32, device=device) * -1640531527 + first
-    x ^= (x >> 16) & 0xFFFF
-    x *= 0x7FEB352D
-    x ^= ((x >> 15) & 0x1FFFF) ^ second
-    x *= -2073254261
-    x ^= (x >> 16) & 0xFFFF
-    uniform = ((x & 0x7FFFFFFF).float() + 0.5) * 2**-31
-    return -torch.log1p(-uniform.clamp(max=1 - 2**-24))
-
-
-def chosen_and_top(logits, chosen, most):
-    """Log probabilities of the tokens chosen (B, 1), and ids and log probabilities of the `most` most likely, where the
-    vocabulary has as many; logits (B, V)."""
+def chosen_and_top(logits: torch.Tensor, chosen: torch.Tensor,
+                   most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logits (B, V), chosen token ids (B, 1) -> (their log probabilities (B, 1), ids of the `most` most likely tokens,
+    log probabilities of these). The last two are (B, most), or (B, V) where the vocabulary is smaller."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     values, ids = logprobs.topk(min(most, logprobs.shape[1]))
     return logprobs.gather(1, chosen), ids, values
 
 
-def token_logprobs(logits, tokens, counts):
-    """A TokenLogprobs for each row of logits (B, V), with the `counts` most likely tokens; None where that is None."""
-    found, rows = [None] * len(counts), [i for i, count in enumerate(counts) if count is not None]
-    for some in (rows[at:at + 128] for at in range(0, len(rows), 128)):  # so many rows of the vocabulary at once
-        chosen = torch.tensor([[tokens[i]] for i in some], device=logits.device)
-        parts = chosen_and_top(logits[some], chosen, max(counts[i] for i in some))
-        for i, (logprob,), ids, values in zip(some, *(part.tolist() for part in parts)):
-            found[i] = TokenLogprobs(tokens[i], logprob, dict(zip(ids[:counts[i]], values)))
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int],
+                   counts: Sequence[int | None]) -> list[TokenLogprobs | None]:
+    """A TokenLogprobs for each row of logits (B, V): of its token, and of as many of the most likely as its count says.
+
+    None for a row whose count is None.
+    """
+    found = [None] * len(counts)
+    scored = [row for row, count in enumerate(counts) if count is not None]
+    for first in range(0, len(scored), 128):  # a long prompt has many rows, each as wide as the vocabulary
+        rows = scored[first:first + 128]
+        chosen = torch.tensor([[tokens[row]] for row in rows], device=logits.device)
+        parts = chosen_and_top(logits[rows], chosen, max(counts[row] for row in rows))
+        # To lists at once: a number fetched from a tensor one by one costs more than the sums.
+        logprobs, ids, values = (part.tolist() for part in parts)
+        for n, row in enumerate(rows):
+            top = dict(zip(ids[n][:counts[row]], values[n]))
+            found[row] = TokenLogprobs(tokens[row], logprobs[n][0], top)
     return found
+
+
+# ---------------------------------------------------------------------------------------------------
+# The draw
+
+# The multipliers of the hash that makes the noise, as unsigned numbers of 32 bits; the kernel on the GPU has the same.
+HASH_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: tokens one after another land far apart
+HASH_1 = 0x7FEB352D       # lowbias32's first and second
+HASH_2 = 0x846CA68B
+
+
+def _int32(bits):
+    """The signed number of the same 32 bits: torch multiplies no unsigned ones. HASH_GOLDEN becomes -1640531527."""
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
+def exponential_noise(keys: Sequence[Sequence[int]], V: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """(B, V) float32, exponentially distributed: an integer hash of each token and of its row's noise key, two int32.
+
+    The same key gives the same noise on every device and in any batch. The hash mixes as lowbias32 does (Wellons
+    2018), and takes in the second half of the key on the way.
+    """
+    first, second = torch.tensor(keys, dtype=torch.int32, device=device)[:, :, None].unbind(1)     # (B, 1) each
+    # Products wrap around at 32 bits, as they should. A shift of a signed number copies its sign; the masks clear that.
+    x = torch.arange(V, dtype=torch.int32, device=device) * _int32(HASH_GOLDEN) + first            # (B, V)
+    x ^= (x >> 16) & 0xFFFF
+    x *= _int32(HASH_1)
+    x ^= ((x >> 15) & 0x1FFFF) ^ second
+    x *= _int32(HASH_2)
+    x ^= (x >> 16) & 0xFFFF
+    # Half a step above each number of 31 bits, so that 0 can't come out; float32 may round the largest up to 1, whose
+    # noise would be infinite.
+    uniform = ((x & 0x7FFFFFFF).float() + 0.5) * 2**-31
+    return -torch.log1p(-uniform.clamp(max=1 - 2**-24))
+
+
+def draw(probs: torch.Tensor, keys: Sequence[Sequence[int]]) -> torch.Tensor:
+    """One token id a row (B) from probs (B, V), which need not sum to 1; keys: a noise key a row.
+
+    Each token's probability is divided by exponential noise of its own, and the largest wins: the exponential race,
+    in other words the Gumbel-max trick. Rounding in the logits changes the winner only where two are all but equal.
+    A walk along the cumulative sum is more sensitive: each token before the winner shifts it.
+    """
+    return (probs / exponential_noise(keys, probs.shape[-1], probs.device)).argmax(dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------------
+# min_p, top_k and top_p
+
+def _most_likely(probs, best, candidates):
+    """probs (B, V) -> (the largest `candidates` of each row, their token ids), the most likely first."""
+    if candidates < probs.shape[-1]:  # a sort of the whole vocabulary is slow and rarely needed
+        top, ids = probs.topk(candidates)
+    else:
+        top, ids = probs.sort(dim=-1, descending=True, stable=True)
+    # Of several that are the most likely, topk may name any first. It must be the one that greedy takes: swap them.
+    ids = torch.where(ids == best[:, None], ids[:, :1], ids)
+    ids[:, 0] = best
+    return top, ids
+
+
+def _truncate_among(probs, best, params, candidates):
+    """`truncate` that looks for the tokens to keep among the `candidates` most likely ones of a row alone.
+
+    -> (probs (B, V) with the others set to 0, indices of the rows for which these candidates were too few)
+    """
+    V = probs.shape[-1]
+    # A column (B, 1) for each limit, with a value that excludes nothing where it is off.
+    top_k = probs.new_tensor([[p.top_k if 0 < p.top_k < V else V] for p in params])
+    top_p = probs.new_tensor([[p.top_p if p.top_p < 1 else math.inf] for p in params], dtype=torch.float64)
+    least = probs.new_tensor([[p.min_p] for p in params]) * probs.gather(1, best[:, None])
+    top, ids = _most_likely(probs, best, candidates)                 # (B, candidates)
+    kept = top.double() * ((torch.arange(candidates, device=probs.device) < top_k) & (top >= least))
+    # top_p is a share of what min_p and top_k leave. Where top_k ends among the candidates, all of that is in `kept`;
+    # where it does not, the whole vocabulary is summed, of which min_p alone excludes tokens.
+    left_by_min_p = (probs * (probs >= least)).sum(-1, keepdim=True, dtype=torch.float64)
+    mass = torch.where(top_k <= candidates, kept.sum(-1, keepdim=True), left_by_min_p)
+    # A token stays while those before it have not reached top_p; so the first one always does, whatever is rounded.
+    kept *= kept.cumsum(-1) - kept < top_p * mass
+    kept[:, 0] = top[:, 0]
+    out = torch.zeros_like(probs).scatter_(1, ids, kept.to(probs.dtype))
+    # The candidates were too few where top_k does not end among them, and either the last of them was kept, so that
+    # more may be, or top_k ends behind them, so that the sum above was over too many.
+    too_few = (top_k > candidates) & ((kept[:, -1:] > 0) | (top_k < V))
+    return out, too_few.nonzero()[:, 0]
+
+
+def truncate(probs: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams],
+             candidates: int = 1024) -> torch.Tensor:
+    """probs (B, V) with the tokens that min_p, top_k and top_p exclude set to 0; what is left is not normalised.
+
+    best (B): the most likely tokens. params: of each, top_k, top_p and min_p are read. In two passes: first over the
+    `candidates` most likely tokens of each row, which are nearly always enough, then over the whole vocabulary for
+    the rows that need it. Each row decides for itself, so that its result does not depend on its neighbours.
+    """
+    V = probs.shape[-1]
+    out, again = _truncate_among(probs, best, params, min(candidates, V))
+    if len(again):
+        params_again = [params[row] for row in again.tolist()]
+        out[again], _ = _truncate_among(probs[again], best[again], params_again, V)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------
+# Bias, minimum length and penalties
+
+def _add_biases(logits, requests):
+    """logit_bias, in place, for all rows together: a request may bring hundreds."""
+    biases = [(row, token, bias) for row, request in enumerate(requests)
+              for token, bias in (request.params.logit_bias or {}).items()]
+    rows, tokens, values = (torch.tensor(column, device=logits.device) for column in zip(*biases))
+    logits[rows, tokens] += values.to(logits.dtype)
+
+
+def _count_tokens(ids_of, V, device):
+    """ids_of: {row: token ids} -> (where their distinct tokens stand in flattened logits (B * V), how often each
+    occurs in its row). Row i's token t stands at i * V + t."""
+    places = [row * V + token for row, ids in ids_of.items() for token in ids]
+    return torch.tensor(places, dtype=torch.long, device=device).unique(return_counts=True)
+
+
+def _penalise(logits, requests, rows):
+    """Penalties of these rows of logits (B, V), in place: repetition first, in float64, then frequency and presence."""
+    V = logits.shape[-1]
+    flat = logits.view(-1)
+    repetition, frequency, presence = logits.new_tensor(
+        [[r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty] for r in requests],
+        dtype=torch.float64).T
+
+    at, _ = _count_tokens({row: requests[row].prompt_ids + requests[row].output_ids for row in rows}, V, flat.device)
+    value = flat[at].double()
+    penalty = repetition[at // V]
+    value = torch.where(value > 0, value / penalty, value * penalty)
+    lowest = torch.finfo(torch.float32).min                          # finite: a row of -inf alone has no softmax
+    flat[at] = value.clamp(min=lowest, max=-lowest).float()
+
+    at, count = _count_tokens({row: requests[row].output_ids for row in rows}, V, flat.device)
+    flat[at] -= (frequency[at // V] * count + presence[at // V]).float()
+
+
+def process_logits(logits: torch.Tensor, requests: Sequence[Sampleable], eos_token_id: int | None) -> torch.Tensor:
+    """logits (B, V) float32 after logit_bias, min_tokens and the penalties; a copy where anything changes."""
+    can_end = eos_token_id is not None and eos_token_id < logits.shape[-1]
+    is_biased = any(request.params.logit_bias for request in requests)
+    too_short = [row for row, request in enumerate(requests)
+                 if can_end and len(request.output_ids) < request.params.min_tokens]
+    penalised = [row for row, request in enumerate(requests) if request.params.penalises]
+    if not (is_biased or too_short or penalised):
+        return logits
+    logits = logits.clone(memory_format=torch.contiguous_format)     # `_penalise` flattens them
+    if is_biased:
+        _add_biases(logits, requests)
+    if too_short:
+        logits[too_short, eos_token_id] = -math.inf
+    if penalised:
+        _penalise(logits, requests, penalised)
+    return logits
+
+
+# ---------------------------------------------------------------------------------------------------
+# All of it
+
+def sample(logits: torch.Tensor, requests: Sequence[Sampleable],
+           eos_token_id: int | None = None) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """The next token of each row: logits (B, V), a Request a row -> (ids, TokenLogprobs or None), lists of B.
+
+    A row's result depends on its logits and its request alone, not on its neighbours. Raises FloatingPointError where
+    the logits of any row hold NaN or infinity.
+    """
+    params = [request.params for request in requests]
+    logits = logits.float()
+    processed = process_logits(logits, requests, eos_token_id)       # (B, V)
+    largest, most_likely = processed.max(dim=-1)                     # (B) each
+    if not largest.isfinite().all():
+        raise FloatingPointError("the logits hold NaN or infinity")
+    tokens = most_likely
+    if any(p.temperature for p in params):
+        temperature = logits.new_tensor([[p.temperature] for p in params])
+        # Of the largest logit only the excess over it counts: near temperature 0 all others become -inf, never NaN.
+        probs = torch.softmax((processed - largest[:, None]) / temperature.clamp(1e-30, 1e30), dim=-1)
+        rows = [row for row, p in enumerate(params) if p.temperature and p.truncates]
+        if rows:
+            probs[rows] = truncate(probs[rows], most_likely[rows], [params[row] for row in rows])
+        drawn = draw(probs, [request.noise_key() for request in requests])
+        tokens = torch.where(temperature[:, 0] == 0, most_likely, drawn)
+    ids = tokens.tolist()
+    return ids, token_logprobs(logits, ids, [p.logprobs for p in params])

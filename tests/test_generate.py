@@ -167,6 +167,18 @@ def test_pieces_of_characters_are_held_back():
     assert "".join(engine.stream_text(ids[:-1])) == "\ufffd"
 
 
+def test_characters_held_back_are_counted_as_decoded():
+    """So `decoded` is where the next token's text begins, whatever was given out so far."""
+    stream = engine.TextStream(("day off",))
+    text = ""
+    for token in ENC.encode_ordinary("a day, a day off"):
+        before = stream.decoded
+        text += ENC.decode([token])
+        stream.feed(token)
+        assert (before, stream.decoded) == (len(text) - len(ENC.decode([token])), len(text))
+    assert stream.stopped
+
+
 # --- command line
 
 def run(*arguments):
