@@ -470,7 +470,7 @@ def best_backend(device: torch.device | str) -> Backend:
     kind = torch.device(device).type
     try:
         if kind == "cpu":
-            return importlib.import_module("engine_cpu").best_backend()
+            return importlib.import_module("engine_cpu").cpu_backend()
         if kind == "cuda":
             return importlib.import_module("engine_cuda").BACKEND
     except ImportError:  # no triton
@@ -751,7 +751,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 # `import engine` is all that a user imports: every public name of the project's modules is found here. Those of modules
-# that import this one are looked up when they are asked for.
+# that import this one, and of lower ones that are not used above, are looked up when they are asked for.
 __all__ = [
     "ABOVE_0", "ACTIVATIONS", "ASSETS", "BENCHMARKS", "BUFFERS", "CONV1D", "CPU_DTYPES", "DTYPES", "FEW_ROWS",
     "FORMATS", "GPT2", "HASH_1", "HASH_2", "HASH_GOLDEN", "HUB_SECONDS", "KV", "LABELS", "MANY_ROWS", "MLP", "PLAIN",
@@ -777,7 +777,7 @@ __all__ = [
 
 def __getattr__(name: str):
     for module in ("errors", "tokenizer", "checkpoint", "sampling", "scheduler", "engine_cpu", "benchmarks"):
-        if name in __all__ and hasattr(importlib.import_module(module), name):
+        if not name.startswith("_") and hasattr(importlib.import_module(module), name):
             return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'engine' has no attribute {name!r}")
 

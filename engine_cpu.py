@@ -888,7 +888,7 @@ TILED = engine.Backend(linear=TiledLinear, block=TiledBlock, paged_cache=TiledCa
 ONEDNN = engine.Backend(linear=OneDnnLinear)
 
 
-def best_backend() -> engine.Backend:
+def cpu_backend() -> engine.Backend:
     """The kernels' backend, and where numba is missing oneDNN's."""
     return ONEDNN if cpu_kernels() is None else TILED
 
