@@ -710,8 +710,9 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------
-# What the kernels replace in the model; see engine.Backend. Weights are packed when they have come or moved: a module
-# whose weights no kernel takes (another device, float64) runs as its plain class does.
+# What the kernels replace in the model; see engine.Backend. Weights are packed when they have come or moved, and again
+# where somebody has put others in their place: each pass looks whether they are where they were. A module whose weights
+# no kernel takes (another device, float64) runs as its plain class does.
 
 KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
 
@@ -750,10 +751,19 @@ class OneDnnLinear(engine.Linear):
         return self.weight
 
 
+def origin_of(*modules: nn.Module) -> list:
+    """Modules, and where their parameters lie: others than these are other numbers."""
+    found = [tensor.data_ptr() for module in modules
+             for tensor in module._parameters.values() if tensor is not None]          # faster than by attribute
+    found += modules
+    return found
+
+
 class TiledLinear(OneDnnLinear):
     """A projection by our kernel, whose result is float32."""
 
     product: tuple | None = None                                     # the fields of a Product
+    origin: list | None = None                                       # of the product
 
     def scales(self) -> Tensor:
         """By what each row of the weight is multiplied: (out) float32."""
@@ -761,6 +771,7 @@ class TiledLinear(OneDnnLinear):
 
     def pack(self) -> None:
         """Take the weights as they are now."""
+        self.origin = origin_of(self)
         if not self.weight.is_cpu or self.weight.dtype not in KERNEL_DTYPES:
             self.product = None
             return
@@ -769,6 +780,9 @@ class TiledLinear(OneDnnLinear):
                                      activations_like(self.weight)))
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out)."""
+        if self.product is not None and self.origin != origin_of(self):
+            self.pack()
         n_out, n_in = self.weight.shape
         rows = x.numel() // n_in
         if self.product is None or not kernels_apply(x, rows):
@@ -793,16 +807,30 @@ class TiledBlock(engine.Block):
     """A block in one call of our kernels where they reach keys and values, else in one before and one behind."""
 
     weights: tuple | None = None                                     # the fields of BlockWeights
+    origin: list | None = None                                       # of the weights
+
+    def origin_now(self) -> list:
+        """Where all weights of the block lie, and what else decides its numbers."""
+        modules = self._modules
+        ln_1, ln_2, attn, mlp = modules["ln_1"], modules["ln_2"], modules["attn"], modules["mlp"]
+        of_attn, of_mlp = attn._modules, mlp._modules
+        found = origin_of(ln_1, of_attn["c_attn"], of_attn["c_proj"], ln_2, of_mlp["c_fc"], of_mlp["c_proj"])
+        found += ln_1.eps, ln_2.eps, attn.scale, mlp.act
+        return found
 
     def pack(self) -> None:
-        """Take the weights as they are now; none where the kernels don't know the activation function."""
+        """Take the weights as they are now; none where the kernels don't know the activation function, or a module."""
         attn, mlp = self.attn, self.mlp
         linears = attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj
-        products = [getattr(linear, "product", None) for linear in linears]
-        if mlp.act is not ACTIVATIONS["gelu_new"] or any(product is None for product in products):
-            self.weights = None
+        self.weights = None
+        if mlp.act is not ACTIVATIONS["gelu_new"] or not all(isinstance(linear, TiledLinear) for linear in linears):
             return
-        c_attn, attn_c_proj, c_fc, mlp_c_proj = products
+        for linear in linears:
+            linear.pack()
+        self.origin = self.origin_now()
+        if any(linear.product is None for linear in linears):
+            return
+        c_attn, attn_c_proj, c_fc, mlp_c_proj = (linear.product for linear in linears)
         ln_1, ln_2 = (tuple(Norm(as_array(norm.weight.float()), as_array(norm.bias.float()), np.float32(norm.eps)))
                       for norm in (self.ln_1, self.ln_2))
         self.weights = tuple(BlockWeights(ln_1, c_attn, attn_c_proj, ln_2, c_fc, mlp_c_proj))
@@ -811,9 +839,13 @@ class TiledBlock(engine.Block):
         self.scale = np.float32(attn.scale)
 
     def forward(self, x: Tensor, kv: engine.KV) -> Tensor:
+        """x (B, T, C), which is written over -> what follows it (B, T, C)."""
         B, T, C = x.shape
         if self.weights is None or not kernels_apply(x, B * T):
             return super().forward(x, kv)
+        if self.origin != self.origin_now():
+            self.pack()
+            return self.forward(x, kv)
         x = x.contiguous()
         rows = x.view(B * T, C)
         if isinstance(kv, TiledKV):
@@ -821,9 +853,12 @@ class TiledBlock(engine.Block):
             cpu_kernels().block(rows, self.weights, kv.view, self.layer, self.scale, workspace)
         else:
             ln_1, c_attn, *rest = self.weights
-            y, qkv, h = torch.empty(B * T, C), torch.empty(B, T, 3 * C), torch.empty(B * T, self.inner)
+            y = torch.empty(B * T, C)
+            qkv = torch.empty(B, T, 3 * C)
+            h = torch.empty(B * T, self.inner)
             cpu_kernels().begin(rows, ln_1, c_attn, y, qkv.view(B * T, 3 * C))
-            cpu_kernels().end(rows, self.attn.attend(qkv, kv).view(B * T, C), *rest, y, h)
+            attended = self.attn.attend(qkv, kv).reshape(B * T, C).contiguous()
+            cpu_kernels().end(rows, attended, *rest, y, h)
         return x
 
 
@@ -878,10 +913,8 @@ class TiledKV(engine.PagedKV):
 def pack(model: engine.GPT2) -> None:
     """Take all weights as they are now."""
     for module in model.modules():
-        if isinstance(module, TiledLinear):
+        if isinstance(module, TiledLinear | TiledBlock):
             module.pack()
-    for block in model.h:
-        block.pack()
 
 
 TILED = engine.Backend(linear=TiledLinear, block=TiledBlock, paged_cache=TiledCache, pack=pack)

@@ -46,6 +46,12 @@ def make_oracle(seed=0, std=0.2, **config):
     return oracle
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers whichever tests run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def oracle_folder(tmp_path):
     """A function that makes (transformers model, the folder it was saved to)."""

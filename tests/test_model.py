@@ -211,6 +211,74 @@ def test_a_model_that_moves_takes_its_weights_along(tiny, variant):
     torch.testing.assert_close(model(ids), exact, atol=1e-4, rtol=0)
 
 
+def another_parameter(model):
+    layer = model.h[1].mlp.c_fc
+    layer.weight = torch.nn.Parameter(torch.zeros_like(layer.weight), requires_grad=False)
+
+
+def other_data(model):
+    model.h[1].attn.c_proj.bias.data = torch.ones_like(model.h[1].attn.c_proj.bias)
+
+
+def in_place(model):
+    model.h[0].ln_2.weight.mul_(2)
+
+
+def another_module(model):
+    """As libraries for LoRA put a module around a projection."""
+    layer = model.h[1].attn.c_attn
+
+    class Around(torch.nn.Module):
+        def forward(self, x):
+            return 2 * layer(x)
+
+    model.h[1].attn.c_attn = Around()
+
+
+def another_epsilon(model):
+    model.h[0].ln_1.eps = 1.0
+
+
+def another_activation(model):
+    model.h[0].mlp.act = torch.nn.functional.relu
+
+
+def another_head(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0), requires_grad=False)
+
+
+CHANGES = [another_parameter, other_data, in_place, another_module, another_epsilon, another_activation, another_head]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_in_the_place_of_weights_counts(change):
+    """In a model that has run, and in one that has not: as in the plain one."""
+    ids = torch.tensor([IDS])
+    models = [engine.load_model("tiny", backend=backend) for backend in (engine.PLAIN, None, None)]
+    before = models[2](ids)
+    for model in models:
+        change(model)
+    expected = models[0](ids)
+    assert (expected - before).abs().max() > 0.01
+    for model in models[1:]:
+        torch.testing.assert_close(model(ids), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("width, heads", [(2, 2), (6, 6), (6, 3), (1, 1)])
+def test_heads_of_one_number(width, heads):
+    """Such views have strides that reach no kernel: contiguous memory does."""
+    config = engine.GPT2Config(n_layer=2, n_head=heads, n_embd=width, vocab_size=50, n_positions=64)
+    plain = engine.GPT2(config)
+    for name, parameter in plain.named_parameters():
+        parameter.data = torch.randn(parameter.shape) + ("ln_" in name)
+    for shape in ((1, 20), (2, 7), (3, 1)):
+        ids = torch.randint(50, shape)
+        for variant in VARIANTS:
+            model = engine.share_weights(plain, variant, engine.best_backend("cpu"))
+            found = model(ids, model.new_kv())
+            torch.testing.assert_close(found, plain(ids), atol=1e-4 * found.abs().max().item(), rtol=0)
+
+
 # --- the kernels
 
 def make_linear(n_in, n_out, dtype, bias=True, kind=engine_cpu.TiledLinear):
