@@ -26,12 +26,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
 from flask import Flask, Response, request, send_file
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -39,7 +39,10 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 import engine
-from engine import QueueFull, Request, SamplingParams, TextStream, TokenLogprobs, UserError, check_number, shown
+from errors import ASSETS, QueueFull, UserError, check_number, first_line, shown
+from sampling import SamplingParams, TokenLogprobs
+from scheduler import ContinuousBatchingScheduler, OutputToken, Request, generate, output_limit
+from tokenizer import TextStream, load_tokenizer, token_name
 
 log = logging.getLogger("demo")
 
@@ -108,7 +111,7 @@ def read_body(known):
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {STALLED_SECONDS} s") from None
     except (ValueError, RecursionError) as err:
-        raise ApiError(400, f"the body is not JSON: {engine.first_line(err)}") from None
+        raise ApiError(400, f"the body is not JSON: {first_line(err)}") from None
     return known_fields(body, known)
 
 
@@ -201,63 +204,55 @@ class Prompts:
 # ---------------------------------------------------------------------------------------------------
 # From token ids to text and log probabilities
 
-def token_name(token):
-    """A token as text; one that is no whole character as OpenAI writes it: bytes:\\xe2\\x80."""
-    encoding = engine.load_tokenizer()
-    if token >= encoding.n_vocab:
-        return f"<|{token}|>"
-    data = encoding.decode_single_token_bytes(token)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
 class Choice:
     """One text of an answer as it grows, in the pieces that a stream sends. Put together they are the whole,
     which is how an answer in one piece is made: both say the same."""
 
-    def __init__(self, engine_request, index, echo=False, scores=None):
+    def __init__(self, engine_request: Request, index: int, echo: bool = False, scores: Request | None = None):
         """scores: the request that scored the prompt, where its log probabilities are wanted."""
-        self.request, self.index, self.echo, self.scores = engine_request, index, echo, scores
-        self.stream = TextStream(engine_request.params.stop, engine_request.params.min_tokens)
-        self.sent = self.fed = 0                                     # characters, tokens
-        self.pending = []                                            # tokens of which nothing was sent yet
+        self.request = engine_request
+        self.index = index
+        self.echo = echo                                             # whether the prompt is still to be sent
+        self.scores = scores
+        self.sent = 0                                                # characters
+        self.begin = 0                                               # where the output begins, behind an echoed prompt
+        self.pending = []                                            # (offset, TokenLogprobs) that nothing was sent of
 
-    def feed(self, token):
+    def feed(self, token: OutputToken) -> dict | None:
         """The piece that one more token makes certain, or None."""
         text = self._prompt_text()
-        offset = self.sent + len(text) + len(self.stream.held)
-        if self.request.params.logprobs is not None:
-            self.pending.append((offset, self.request.logprobs[self.fed]))
-        self.fed += 1
-        text += self.stream.feed(token)
+        if token.logprobs:
+            self.pending.append((self.begin + token.offset, token.logprobs))
+        text += token.text
         return self._piece(text) if text else None
 
-    def finish(self):
+    def finish(self) -> dict:
         """The last piece, with the finish reason. An end-of-text token has no text, but a log probability."""
-        text = self._prompt_text()
-        offset = self.sent + len(text) + len(self.stream.held)
-        self.pending += [(offset, end) for end in self.request.logprobs[self.fed:]]
-        text += self.stream.finish()
-        return self._piece(text, "stop" if self.stream.stopped else self.request.finish_reason)
+        text, r = self._prompt_text(), self.request
+        self.pending += [(self.begin + r.text.decoded, end) for end in r.logprobs[len(r.output_ids):]]
+        text += r.text.finish()
+        return self._piece(text, "stop" if r.text.stopped else r.finish_reason)
 
-    def _prompt_text(self):
+    def _prompt_text(self) -> str:
         """The prompt, once, before anything else; its tokens are pending then."""
         if not self.echo:
             return ""
-        self.echo, text, stream = False, "", TextStream()
+        self.echo = False
+        stream = TextStream()
+        text = ""
         for n, token in enumerate(self.request.prompt_ids):
             if self.scores:
                 first = TokenLogprobs(token, None, None)             # has no score
                 self.pending.append((len(text), self.scores.prompt_logprobs[n - 1] if n else first))
             text += stream.feed(token)
-        return text + stream.finish()
+        text += stream.finish()
+        self.begin = len(text)
+        return text
 
-    def _piece(self, text, finish_reason=None):
+    def _piece(self, text: str, finish_reason: str | None = None) -> dict:
         self.sent += len(text)
         # A token goes with the text that passes it: what is held back may turn out to be behind a stop string.
-        last = finish_reason and not self.stream.stopped
+        last = finish_reason and not self.request.text.stopped
         tokens = [p for p in self.pending if last or p[0] < self.sent]
         self.pending = self.pending[len(tokens):]
         wanted = self.scores or self.request.params.logprobs is not None
@@ -350,7 +345,7 @@ class Job:
         if r.finish_reason == "abort":
             return ApiError(503, "the server is shutting down")
         if r.finish_reason == "error":
-            return ApiError(500, f"the engine failed on this request: {engine.first_line(r.error)}")
+            return ApiError(500, f"the engine failed on this request: {first_line(r.error)}")
         return None
 
 
@@ -406,7 +401,7 @@ class Completion:
         check_count(n * (len(prompt) if many else 1), server.scheduler.max_waiting)
         wanted = body.get("logprobs")
         params = sampling_params(body, logprobs=wanted, prompt_logprobs=wanted if echo else None)
-        groups = [Request.samples(ids, params, n) for ids in server.prompts.parse(prompt)]
+        groups = [Request.samples(ids, params, n, with_text=True) for ids in server.prompts.parse(prompt)]
         self.choices, scored = [], echo and wanted is not None
         for group in groups:
             for r in group:
@@ -475,38 +470,36 @@ def page_stream(server):
     for one in bodies:
         one = known_fields(one, STREAM_FIELDS)
         params = sampling_params(one, logprobs=5)
-        asked.append(Request(server.prompts.encode(typed(one, "prompt", str, "")), params))
+        asked.append(Request(server.prompts.encode(typed(one, "prompt", str, "")), params, with_text=True))
     job = Job(server.scheduler, asked)
     return event_stream(job, page_events(job, server.scheduler.model.config))
 
 
-def page_events(job, config):
-    streams = [TextStream(r.params.stop, r.params.min_tokens) for r in job.requests]
-    fed = [0] * len(streams)
+def page_events(job: Job, config: engine.GPT2Config) -> Iterator[str]:
+    """The events of page_stream."""
     for n, r in enumerate(job.requests):
-        limit = engine.output_limit(r, config)
+        limit = output_limit(r, config)
         yield sse({"index": n, "id": r.id, "prompt_tokens": len(r.prompt_ids), "max_tokens": limit}, "start")
     for event in job.events():
         if event is None:
             yield ": waiting\n\n"
             continue
         index, token = event
-        r, text = job.requests[index], streams[index]
+        r = job.requests[index]
         if token is not None:
-            yield sse({"index": index, "text": text.feed(token)} | token_view(r, fed[index]), "token")
-            fed[index] += 1
+            yield sse({"index": index, "text": token.text} | token_view(r, token), "token")
         elif failure := job.failure(index):
             yield sse({"index": index} | failure.body, "error")
         else:
-            yield sse({"index": index, "text": text.finish()} | summary(r), "done")
+            yield sse({"index": index, "text": r.text.finish()} | summary(r), "done")
 
 
-def token_view(r, n):
-    """The n-th output token; times in seconds since the request arrived."""
-    scored = r.logprobs[n]
+def token_view(r: Request, token: OutputToken) -> dict:
+    """An output token with its five likeliest alternatives; times in seconds since the request arrived."""
+    scored = token.logprobs
     return {"id": scored.token, "token": token_name(scored.token), "logprob": scored.logprob,
-            "top": [[token_name(token), logprob] for token, logprob in scored.top.items()],
-            "seconds": r.token_times[n] - r.arrival_time, "cached_tokens": r.cached_tokens}
+            "top": [[token_name(other), logprob] for other, logprob in scored.top.items()],
+            "seconds": token.time - r.arrival_time, "cached_tokens": r.cached_tokens}
 
 
 def summary(r):
@@ -644,32 +637,6 @@ class Monitor:
                  len(r.output_ids), ", ".join(parts + rate), r.finish_reason)
 
 
-def request_view(scheduler, r, state, now):
-    return {"id": r.id, "state": state, "prompt_tokens": len(r.prompt_ids), "cached_tokens": r.cached_tokens,
-            "stored_tokens": r.table.length if r.table else 0, "output_tokens": len(r.output_ids),
-            "max_tokens": engine.output_limit(r, scheduler.model.config), "preemptions": r.preemptions,
-            "seconds": now - r.arrival_time}
-
-
-def engine_view(scheduler):
-    """What the page draws: slots, queue, and of each page who holds it (a slot, -1 nobody, -2 the prefix cache)."""
-    cache, now = scheduler.cache, time.monotonic()
-    with scheduler.changed, cache.lock:
-        owner = np.where(cache.is_free, -1, -2)
-        slots = []
-        for n, r in enumerate(scheduler.slots):
-            if r is not None:
-                owner[r.table.pages] = n
-            state = r and ("decoding" if r.todo <= 1 else "prefilling")
-            slots.append(request_view(scheduler, r, state, now) if r else None)
-        waiting = [request_view(scheduler, r, "preempted" if r.preemptions else "queued", now)
-                   for r in scheduler.waiting]
-        shared = np.flatnonzero(cache.references > 1)
-        return {"slots": slots, "waiting": waiting, "max_waiting": scheduler.max_waiting,
-                "pages": {"size": cache.page_size, "owner": owner.tolist(), "shared": shared.tolist(),
-                          "free": cache.free_pages, "used": cache.used_pages, "cached": cache.cached_pages}}
-
-
 # ---------------------------------------------------------------------------------------------------
 # The app
 
@@ -696,7 +663,7 @@ class ModelServer:
     def slots(self):
         return {"model": self.name, "device": self.device, "dtype": self.dtype, "note": self.note,
                 "context": self.scheduler.model.config.n_positions, "history": list(self.monitor.history)
-                } | engine_view(self.scheduler)
+                } | self.scheduler.snapshot()
 
     def tokenize(self):
         body = read_body(["model", "prompt", "add_special_tokens", "return_token_strs"])
@@ -754,7 +721,7 @@ def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
 
     @app.get("/")
     def page():
-        response = send_file(engine.ASSETS / "index.html", max_age=0)
+        response = send_file(ASSETS / "index.html", max_age=0)
         response.headers["Content-Security-Policy"] = (
             "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
             "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
@@ -937,17 +904,6 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def model_class(device):
-    """GPT2Flash on a GPU, GPT2Paged elsewhere."""
-    if not device.startswith("cuda"):
-        return engine.GPT2Paged
-    try:
-        import engine_cuda
-    except ImportError as err:
-        raise UserError(f"--device {device} needs triton: {err}") from None
-    return engine_cuda.GPT2Flash
-
-
 def main(argv=None):
     args = parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stderr)
@@ -957,15 +913,15 @@ def main(argv=None):
         check_number("--threads", args.threads, Integral, 1, 1024, optional=True)
         engine.use_threads(args.threads)
         listener = listen(args.host, args.port)
-        model = engine.load_model(args.model, model_class(args.device), args.dtype, args.device, max_pages=args.pages)
-        scheduler = engine.ContinuousBatchingScheduler(model, args.max_batch_size, args.max_waiting,
-                                                       prefix_cache=not args.no_prefix_cache)
+        model = engine.load_model(args.model, engine.GPT2Paged, args.dtype, args.device, max_pages=args.pages)
+        scheduler = ContinuousBatchingScheduler(model, args.max_batch_size, args.max_waiting,
+                                                prefix_cache=not args.no_prefix_cache)
         stood_in = args.model == "auto" and model.name != "gpt2"
         note = f"gpt2 could not be had; the sample model {model.name} stands in." if stood_in else ""
-        for _ in engine.generate(model, [0, 0], SamplingParams(max_tokens=2)):  # what is to be compiled is, now
+        for _ in generate(model, [0, 0], SamplingParams(max_tokens=2)):  # what is to be compiled is, now
             pass
         scheduler.start()
-        server = Server(listener, create_app(scheduler, engine.load_tokenizer(), args.api_key, args.cors_origin, note))
+        server = Server(listener, create_app(scheduler, load_tokenizer(), args.api_key, args.cors_origin, note))
     except UserError as err:
         raise SystemExit(f"demo.py: {err}") from None
     except KeyboardInterrupt:

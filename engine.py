@@ -757,28 +757,30 @@ __all__ = [
     "FORMATS", "GPT2", "HASH_1", "HASH_2", "HASH_GOLDEN", "HUB_SECONDS", "KV", "LABELS", "MANY_ROWS", "MLP", "PLAIN",
     "QUERY_BLOCK", "SCORED_CHUNK", "SENTENCE", "SHAPES", "SIZE_LIMITS", "SLOTS", "VARIANTS", "Attention", "Backend",
     "Block", "ByteCounter", "ContinuousBatchingScheduler", "GPT2Cached", "GPT2Config", "GPT2Paged", "GrowingKV",
-    "LayerNorm", "Linear", "OutOfPages", "PagePool", "PageTable", "PagedKV", "PagedKVCache", "PrefixCache",
-    "QueueFull", "Recompute", "Replay", "Request", "Runner", "SamplingParams", "Source", "Speculator", "TextStream",
-    "TokenLogprobs", "UserError", "as_array", "attention", "bench_bandwidth", "bench_batching", "bench_bytes",
-    "bench_dtypes", "bench_generation", "bench_prefix", "bench_serving", "bench_speculation", "best_backend",
-    "check_config_field", "check_ids", "check_number", "check_outputs", "check_positions", "check_request",
-    "choose_narrowing", "chosen_and_top", "clip_runs", "count_bytes", "cpu_kernels", "drain_steps", "draw",
-    "empty_model", "empty_weight", "ended", "exponential_noise", "find_model", "first_line", "generate", "gpt2_or",
-    "greedy", "hub_failure", "hub_folder", "intrinsics", "latencies", "load_model", "load_tokenizer", "main",
-    "median_seconds", "model_folder", "onednn_multiplies", "outcome", "output_limit", "outputs_match", "parse_args",
-    "parse_dtype", "physical_cores", "plot_curves", "plot_results", "plot_timelines", "print_table", "process_logits",
-    "processor_features", "processor_name", "pyplot", "query_blocks", "random_prompt", "random_weights",
-    "read_bandwidth", "read_config", "read_tensors", "read_weights", "report", "require_match", "run_benchmarks",
-    "run_prompt", "run_request", "sample", "save_figure", "sentence_prompt", "share_weights", "shown", "slots_of",
-    "snapshot", "step_parts", "stream_text", "take_tokens", "time_generation", "token_logprobs", "token_name",
-    "truncate", "use_threads", "weight_bytes", "weight_files", "with_weights",
+    "LayerNorm", "Linear", "OutOfPages", "OutputToken", "PagePool", "PageTable", "PagedKV", "PagedKVCache",
+    "PrefixCache", "QueueFull", "Recompute", "Replay", "Request", "Runner", "SamplingParams", "Source", "Speculator",
+    "StepResult", "StepRow", "TextStream", "TokenLogprobs", "UserError", "as_array", "attention", "bench_bandwidth",
+    "bench_batching", "bench_bytes", "bench_dtypes", "bench_generation", "bench_prefix", "bench_serving",
+    "bench_speculation", "best_backend", "check_config_field", "check_ids", "check_number", "check_outputs",
+    "check_positions", "check_request", "choose_narrowing", "chosen_and_top", "clip_runs", "count_bytes",
+    "cpu_kernels", "drain_steps", "draw", "empty_model", "empty_weight", "exponential_noise", "find_model",
+    "finish_if_done", "first_line", "generate", "gpt2_or", "greedy", "hub_failure", "hub_folder", "intrinsics",
+    "latencies", "load_model", "load_tokenizer", "main", "median_seconds", "model_folder", "onednn_multiplies",
+    "output_limit", "outputs_match", "parse_args", "parse_dtype", "physical_cores", "plot_curves", "plot_results",
+    "plot_timelines", "print_table", "process_logits", "processor_features", "processor_name", "pyplot",
+    "query_blocks", "random_prompt", "random_weights", "read_bandwidth", "read_config", "read_tensors",
+    "read_weights", "report", "require_match", "run_benchmarks", "run_prompt", "run_request", "sample", "save_figure",
+    "sentence_prompt", "share_weights", "shown", "slots_of", "snapshot", "step_parts", "stream_text", "take_tokens",
+    "time_generation", "token_logprobs", "token_name", "truncate", "use_threads", "weight_bytes", "weight_files",
+    "with_weights",
 ]
 
 
 def __getattr__(name: str):
     for module in ("errors", "tokenizer", "checkpoint", "sampling", "scheduler", "engine_cpu", "benchmarks"):
         if not name.startswith("_") and hasattr(importlib.import_module(module), name):
-            return getattr(importlib.import_module(module), name)
+            globals()[name] = getattr(importlib.import_module(module), name)           # found at once from now on
+            return globals()[name]
     raise AttributeError(f"module 'engine' has no attribute {name!r}")
 
 

@@ -13,8 +13,10 @@ import argparse
 import functools
 import math
 import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ import triton
 import triton.language as tl
 
 import engine
+from sampling import TokenLogprobs, chosen_and_top
+from scheduler import Request, StepResult, StepRow
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 UPCAST = tl.constexpr(INTERPRET)  # the interpreter has no bfloat16 product
@@ -928,20 +932,20 @@ class FlashRunner(engine.Runner):
             for rows in reversed(self.batches):
                 self._capture(self._decode_step, rows, [self._lines([], rows)])
 
-    def launch(self, rows, plain=True):
-        if not plain:
+    def launch(self, rows: list[StepRow]) -> Callable[[], Iterable[StepResult]]:
+        """Start a step; see Runner. One in which tokens are guessed or a prompt is scored runs as it does on a CPU."""
+        if any(row.guesses or row.request.unscored for row in rows):
             self.loaded = [None] * len(self.loaded)                  # tokens are made that the device does not note
             return super().launch(rows)
-        decoding = [request for request, count, _, sampled in rows if count == 1 and sampled]
-        prefilling = [row for row in rows if not (row[1] == 1 and row[3])]
+        decoding = [row.request for row in rows if row.decodes]
+        prefilling = [row for row in rows if not row.decodes]
         parts = []
         if decoding:
             parts.append(self._fetch(decoding, *self._decode(self._records(decoding))))
-            for request in decoding:
-                request.table.length += 1
         if prefilling:
-            ready = [request for request, _, _, sampled in prefilling if sampled]
+            ready = [row.request for row in prefilling if row.samples]
             parts.append(self._fetch(ready, *self._prefill(prefilling, ready)))
+        self.model.new_kv([row.request.table for row in rows], [row.count for row in rows]).advance()
         return self._results(parts)
 
     # --- records
@@ -1007,25 +1011,23 @@ class FlashRunner(engine.Runner):
 
     def _prefill(self, rows, ready):
         """Prompts or chunks of them -> (the next tokens of the requests that are ready, logits)."""
-        tokens = sum(count for _, count, _, _ in rows)
-        tokens = next((size for size in self.prompts if size >= tokens), tokens)
+        total = sum(row.count for row in rows)
+        size = next((size for size in self.prompts if size >= total), total)
         records = self._records(ready) if ready else []
-        arrays = self._prompt_arrays(rows, records, tokens)
-        for request, count, _, _ in rows:
-            request.table.length += count
-        tokens, logits = self._run(self._prompt_step, tokens, arrays)
+        tokens, logits = self._run(self._prompt_step, size, self._prompt_arrays(rows, records, size))
         return tokens[:len(ready)], logits[:len(ready)]
 
     def _prompt_arrays(self, rows, records, tokens):
         """What `_prompt_step` is given: ids, which positions are sampled, their records, and where the rows lie."""
         cache, most = self.model.cache, min(len(self.records) - 1, tokens)
         ids, keep = [], []
-        for request, count, _, sampled in rows:
-            stored = request.table.length
-            keep += [len(ids) + count - 1] * sampled
-            ids += request.ids[stored:stored + count]
-        tables = [request.table for request, *_ in rows]
-        plan = plan_rows([t.length for t in tables], [row[1] for row in rows], [t.pages for t in tables],
+        for row in rows:
+            stored = row.request.table.length
+            ids += row.request.ids[stored:stored + row.count]
+            if row.samples:
+                keep.append(len(ids) - 1)
+        tables = [row.request.table for row in rows]
+        plan = plan_rows([t.length for t in tables], [row.count for row in rows], [t.pages for t in tables],
                          cache.page_size, block_m(cache), (tokens, most + 1, self.records["pages"].shape[1]))
         ids, keep = (np.pad(np.array(x, int), (0, size - len(x))) for x, size in ((ids, tokens), (keep, most)))
         return [ids, keep, self._lines(records, most), *plan]
@@ -1061,40 +1063,46 @@ class FlashRunner(engine.Runner):
 
     def _fetch(self, requests, tokens, logits):
         """Starts to copy results to the host, at once: the next graph works in the same memory."""
-        return requests, to_host(tokens), self._logprobs(requests, tokens, logits)
+        rows = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
+        if not rows:
+            return Fetched(requests, to_host(tokens), [], ())
+        at, = upload([np.array(rows)], self.device)
+        chosen = tokens[at].long().clamp(min=0)[:, None]
+        logprobs = (chosen, *chosen_and_top(logits[at], chosen, 20))
+        return Fetched(requests, to_host(tokens), rows, [to_host(x) for x in logprobs])
 
     def _results(self, parts):
-        """parts: (requests, tokens, logprobs) each, on their way to the host -> the function that waits for them."""
+        """What is on its way to the host -> the function that waits for it."""
         done = torch.cuda.Event() if self.device.type == "cuda" else None
         if done:
             done.record()
 
-        def results():
+        def wait():
             if done:
                 done.synchronize()
-            asked = {request: (found,) for _, _, logprobs in parts for request, found in logprobs()}
-            return ((request, (), ((token,), asked.get(request, NO_LOGPROBS)) if token >= 0 else
-                     FloatingPointError("the logits hold NaN or infinity"))
-                    for requests, tokens, _ in parts for request, token in zip(requests, tokens.tolist()))
-        return results
-
-    def _logprobs(self, requests, tokens, logits):
-        """Starts the log probabilities of the rows that ask for them -> the function that gives them."""
-        rows = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
-        if not rows:
-            return list
-        at, = upload([np.array(rows)], self.device)
-        chosen = tokens[at].long().clamp(min=0)[:, None]
-        parts = [to_host(x) for x in (chosen, *engine.chosen_and_top(logits[at], chosen, 20))]
-
-        def found():
-            for i, (token,), (logprob,), ids, values in zip(rows, *(part.tolist() for part in parts)):
-                most = dict(zip(ids[:requests[i].params.logprobs], values))
-                yield requests[i], engine.TokenLogprobs(token, logprob, most)
-        return found
+            return [result for part in parts for result in part.results()]
+        return wait
 
 
-NO_LOGPROBS = (None,)
+class Fetched(NamedTuple):
+    """Results of some requests on their way to the host."""
+
+    requests: list[Request]
+    tokens: torch.Tensor                 # (requests)
+    rows: list[int]                      # which requests ask for log probabilities: n of them
+    logprobs: Sequence[torch.Tensor]     # token (n, 1), its log probability (n, 1), most likely ids and theirs (n, 20)
+
+    def results(self):
+        """Once they are there: a StepResult for each request."""
+        logprobs = [None] * len(self.requests)
+        for n, (token,), (logprob,), ids, values in zip(self.rows, *(part.tolist() for part in self.logprobs)):
+            most = self.requests[n].params.logprobs
+            logprobs[n] = TokenLogprobs(token, logprob, dict(zip(ids[:most], values)))
+        for request, token, found in zip(self.requests, self.tokens.tolist(), logprobs):
+            if token >= 0:
+                yield StepResult(request, (), (token,), (found,))
+            else:
+                yield StepResult(request, (), (), (), FloatingPointError("the logits hold NaN or infinity"))
 
 
 def within_float32(x):

@@ -1,22 +1,27 @@
-"""From a request to its tokens: one at a time, with a draft that guesses ahead, and many at once in one pass a step."""
+"""From a request to its tokens: one at a time, with a draft that guesses ahead, and many at once in one pass a step.
+
+Nothing here knows how a model computes: it has a `config`, is called with ids and a place for keys and values, and
+makes such places (`new_kv`); for many requests at once it also has a pool of pages (`cache`) and a `new_runner`.
+"""
 
 import collections
-import collections.abc
 import copy
 import itertools
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from numbers import Integral
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from checkpoint import GPT2Config
 from errors import OutOfPages, QueueFull, UserError, check_number
-from sampling import SamplingParams, sample, token_logprobs
+from sampling import SamplingParams, TokenLogprobs, sample, token_logprobs
 from tokenizer import TextStream
 
 # ---------------------------------------------------------------------------------------------------
@@ -238,13 +243,32 @@ class PageTable:
 # ---------------------------------------------------------------------------------------------------
 # A request
 
+class OutputToken(int):
+    """A token id as a request's queue hands it over, with what belongs to it, where the request asks for it.
+
+    logprobs   its TokenLogprobs, else None
+    text       the text that it makes certain, and
+    offset     how many characters of the output's text stand before its own; else None
+    time       seconds of time.monotonic(), when a scheduler handed it out
+    """
+
+    logprobs: TokenLogprobs | None = None
+    text: str | None = None
+    offset: int | None = None
+    time: float | None = None
+
+
 class Request:
     """One prompt on its way to a text.
 
-    output_queue        token ids as they come, then None (when a scheduler runs it)
+    output_queue        token ids as they come, then None (when a scheduler runs it); OutputTokens where log
+                        probabilities or text were asked for. Before it is submitted, anything with a `put` may
+                        take its place
     output_ids          all of them
     logprobs            a TokenLogprobs each, where asked for, and one of the end-of-text token that ended them
     prompt_logprobs     a TokenLogprobs for each prompt token after the first, where asked for, before any output
+    text                the TextStream of the output, where it has stop strings or `with_text` asks for it; once the
+                        request has ended, its `finish` gives what it still holds back
     finish_reason       "stop" (end of text, stop string), "length" (max_tokens, context), "abort", "error"; see `error`
     arrival_time, scheduled_time, token_times, finish_time     seconds of time.monotonic(); None until then
     cached_tokens       prompt tokens whose keys and values were found in the prefix cache
@@ -252,53 +276,72 @@ class Request:
     leader              another request with the same prompt, whose prompt pages this one shares
     """
 
-    def __init__(self, prompt_ids, params=None, leader=None):
-        if not isinstance(params, SamplingParams | None) or not isinstance(prompt_ids, collections.abc.Iterable):
+    def __init__(self, prompt_ids: Iterable[int], params: SamplingParams | None = None,
+                 leader: "Request | None" = None, with_text: bool = False):
+        if not isinstance(params, SamplingParams | None) or not isinstance(prompt_ids, Iterable):
             raise UserError("a request is a list of token ids and SamplingParams, not "
                             f"{type(prompt_ids).__name__} and {type(params).__name__}")
-        self.prompt_ids, self.params, self.leader = list(prompt_ids), params or SamplingParams(), leader
-        self.output_ids, self.logprobs, self.finish_reason, self.error = [], [], None, None
-        self.prompt_logprobs, self.id = [], None
+        self.prompt_ids = list(prompt_ids)
+        self.params = params or SamplingParams()
+        self.leader = leader
+        self.id = None
+        # What it makes.
+        self.output_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.text = None
+        if self.params.stop or with_text:
+            self.text = TextStream(self.params.stop, self.params.min_tokens)
+        self.output_queue = queue.SimpleQueue()
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        # Its own random stream.
         seed = secrets.randbits(63) if self.params.seed is None else int(self.params.seed)
         self.key = seed % 2**64
-        self.text = TextStream(self.params.stop, self.params.min_tokens) if self.params.stop else None
-        self.output_queue = queue.SimpleQueue()
-        self.arrival_time = self.scheduled_time = self.finish_time = None
-        self.token_times, self.cached_tokens, self.preemptions = [], 0, 0
-        self.table = self.slot = None                                # its pages while it runs; where it ran last
+        # What a scheduler notes.
+        self.number = None                                           # in order of arrival
+        self.table: PageTable | None = None                          # its pages, while it runs
+        self.slot = None                                             # where it runs, or ran last
         self.pending = 0                                             # tokens that are being computed, not known yet
         self.cancelled = False
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.arrival_time: float | None = None
+        self.scheduled_time: float | None = None
+        self.finish_time: float | None = None
+        self.token_times: list[float] = []
 
     @classmethod
-    def samples(cls, prompt_ids, params, n):
+    def samples(cls, prompt_ids: Iterable[int], params: SamplingParams, n: int,
+                with_text: bool = False) -> "list[Request]":
         """n requests for one prompt. Each has its own random stream: seed, seed + 1, ... The first scores the prompt
         (before the others begin; where they have nothing to do but that, each does)."""
         seeds = [None if params.seed is None else (params.seed + i + 2**63) % 2**64 - 2**63 for i in range(n)]
-        first, others = cls(prompt_ids, replace(params, seed=seeds[0])), params
-        if params.max_tokens != 0:
-            others = replace(params, prompt_logprobs=None)
-        return [first] + [cls(prompt_ids, replace(others, seed=seed), leader=first) for seed in seeds[1:]]
+        first = cls(prompt_ids, replace(params, seed=seeds[0]), with_text=with_text)
+        others = params if params.max_tokens == 0 else replace(params, prompt_logprobs=None)
+        return [first] + [cls(prompt_ids, replace(others, seed=seed), first, with_text) for seed in seeds[1:]]
 
     @property
-    def ids(self):
+    def ids(self) -> list[int]:
+        """Prompt and output."""
         return self.prompt_ids + self.output_ids
 
     @property
-    def todo(self):
+    def todo(self) -> int:
         """How many of its tokens are not stored yet, the pending ones counted in."""
         return len(self.prompt_ids) + len(self.output_ids) + self.pending - self.table.length
 
-    def noise_key(self):
+    @property
+    def unscored(self) -> int:
+        """How many prompt tokens are still to be scored."""
+        return 0 if self.params.prompt_logprobs is None else len(self.prompt_ids) - 1 - len(self.prompt_logprobs)
+
+    def noise_key(self) -> list[int]:
         """Two numbers of 32 bits that determine the next token's noise: a function of seed and output length alone."""
         bits = int(np.random.Philox(key=self.key, counter=len(self.output_ids)).random_raw())
         return [(bits & 0xFFFFFFFF) - 2**31, (bits >> 32) - 2**31]
 
-    @property
-    def unscored(self):
-        """How many prompt tokens are still to be scored."""
-        return 0 if self.params.prompt_logprobs is None else len(self.prompt_ids) - 1 - len(self.prompt_logprobs)
-
-    def score(self, logits, stored):
+    def score(self, logits: torch.Tensor, stored: int) -> None:
         """Take log probabilities of prompt tokens from logits (n, V) at positions stored, stored + 1, ..."""
         known = len(self.prompt_logprobs)                            # more than are stored, after a preemption
         logits = logits[known - stored:]
@@ -307,34 +350,70 @@ class Request:
             raise FloatingPointError("the logits hold NaN or infinity")
         self.prompt_logprobs += token_logprobs(logits, tokens, [self.params.prompt_logprobs] * len(tokens))
 
-    def checks(self, guesses):
+    def rows_to_verify(self, guesses: Sequence[int]) -> "list[Request]":
         """This request as it is, and as it will be after each guess: a row for `sample` each."""
         rows = [self]
         for n in range(1, len(guesses) + 1):
-            rows.append(copy.copy(self))
-            rows[-1].output_ids = self.output_ids + guesses[:n]
+            after = copy.copy(self)
+            after.output_ids = self.output_ids + list(guesses[:n])
+            rows.append(after)
         return rows
 
-    def accept(self, token, logprobs, config):
-        """Take the next token. -> whether it is part of the output; sets finish_reason where it is the last."""
-        self.logprobs += [logprobs] * (logprobs is not None)
+    def accept(self, token: int, logprobs: TokenLogprobs | None, config: GPT2Config) -> int | None:
+        """Take the next token -> as it is handed out; None where it ends the text and is no part of it.
+
+        Sets finish_reason where it is the last.
+        """
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         if token == config.eos_token_id and not self.params.ignore_eos:
             self.finish_reason = "stop"
-            return False
+            return None
         self.output_ids.append(token)
+        if self.text or logprobs:
+            token = OutputToken(token)
+            token.logprobs = logprobs
         if self.text:
-            self.text.feed(token)
+            token.offset = self.text.decoded
+            token.text = self.text.feed(token)
         if self.text and self.text.stopped:
             self.finish_reason = "stop"
         elif len(self.output_ids) >= output_limit(self, config):
             self.finish_reason = "length"
-        return True
+        return token
+
+
+def check_request(request: Request, config: GPT2Config) -> None:
+    """Raises UserError where the prompt or a parameter does not suit the model."""
+    if not 1 <= len(request.prompt_ids) <= config.n_positions:
+        raise UserError(f"the prompt has {len(request.prompt_ids)} tokens; "
+                        f"it must have 1 to {config.n_positions}, the model's context")
+    for token in request.prompt_ids:
+        if type(token) is not int or not 0 <= token < config.vocab_size:  # what is plainly good is passed quickly
+            check_number("a prompt token id", token, Integral, 0, config.vocab_size - 1)
+    for token in request.params.logit_bias or {}:
+        check_number("a logit_bias token id", token, Integral, 0, config.vocab_size - 1)
+
+
+def output_limit(request: Request, config: GPT2Config) -> int:
+    """How many tokens the request may generate: max_tokens, or what the context leaves."""
+    left = config.n_positions + 1 - len(request.prompt_ids)
+    most = request.params.max_tokens
+    return left if most is None or most > left else most
+
+
+def finish_if_done(request: Request, config: GPT2Config) -> bool:
+    """Gives a request that asks for nothing more the reason "length" -> whether it has a finish reason."""
+    if not request.finish_reason and not request.unscored and output_limit(request, config) == 0:
+        request.finish_reason = "length"
+    return bool(request.finish_reason)
 
 
 # ---------------------------------------------------------------------------------------------------
 # Generation: one loop for every variant.
 
-def generate(model, prompt, params=None, draft=None):
+def generate(model, prompt: Iterable[int] | Request, params: SamplingParams | None = None,
+             draft=None) -> Generator[int, None, str]:
     """Yields token ids as they come; the generator's return value is the finish reason.
 
     prompt: token ids, or a Request, which is then filled in as it runs. draft: a Speculator, or a small model that
@@ -353,39 +432,16 @@ def generate(model, prompt, params=None, draft=None):
     if draft is not None and not isinstance(draft, Speculator):
         draft = Speculator(draft)
     if draft:
-        draft.check(model)
+        draft.validate(model)
     return run_request(model, request, draft)
 
 
-def check_request(request, config):
-    """Raises UserError where the prompt or a parameter does not suit the model."""
-    if not 1 <= len(request.prompt_ids) <= config.n_positions:
-        raise UserError(f"the prompt has {len(request.prompt_ids)} tokens; "
-                        f"it must have 1 to {config.n_positions}, the model's context")
-    for token in request.prompt_ids:
-        if type(token) is not int or not 0 <= token < config.vocab_size:  # what is plainly good is passed quickly
-            check_number("a prompt token id", token, Integral, 0, config.vocab_size - 1)
-    for token in request.params.logit_bias or {}:
-        check_number("a logit_bias token id", token, Integral, 0, config.vocab_size - 1)
-
-
-def output_limit(request, config):
-    """How many tokens the request may generate: max_tokens, or what the context leaves."""
-    room, most = config.n_positions + 1 - len(request.prompt_ids), request.params.max_tokens
-    return room if most is None or most > room else most
-
-
-def ended(request, config):
-    """Whether nothing is left to do for the request: it has a finish reason, or gets one here since it asks nothing."""
-    if not request.finish_reason and not request.unscored and output_limit(request, config) == 0:
-        request.finish_reason = "length"
-    return bool(request.finish_reason)
-
-
-def run_request(model, request, draft=None):
-    kv, device = model.new_kv(), model.wte.weight.device
+def run_request(model, request: Request, draft: "Speculator | None" = None) -> Generator[int, None, str]:
+    """What `generate` returns: one pass a token, or a token and its guesses, until the request ends."""
+    kv = model.new_kv()
+    device = model.wte.weight.device
     try:
-        while not ended(request, model.config):
+        while not finish_if_done(request, model.config):
             guesses = draft.guess(request, model.config) if draft else []
             # Feed what is not stored yet: without a cache that is everything, with one the last token.
             ids = torch.tensor([request.ids[kv.length:] + guesses]).to(device)
@@ -394,9 +450,10 @@ def run_request(model, request, draft=None):
             if request.unscored:
                 request.score(logits, 0)
             if output_limit(request, model.config):
-                sampled = sample(logits[-1 - len(guesses):], request.checks(guesses), model.config.eos_token_id)
-                yield from take_tokens(request, *sampled, guesses, model.config, draft)
-            kv.truncate(len(request.ids) - 1)
+                rows = request.rows_to_verify(guesses)
+                tokens, logprobs = sample(logits[-len(rows):], rows, model.config.eos_token_id)
+                yield from take_tokens(request, tokens, logprobs, guesses, model.config, draft)
+            kv.truncate(len(request.ids) - 1)                        # the last token, and wrong guesses, are not stored
         return request.finish_reason
     finally:
         kv.release()
@@ -404,19 +461,21 @@ def run_request(model, request, draft=None):
             draft.release()
 
 
-def take_tokens(request, tokens, logprobs, guesses, config, draft=None):
+def take_tokens(request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None],
+                guesses: Sequence[int], config: GPT2Config, draft: "Speculator | None" = None) -> list[int]:
     """Takes what was sampled after the last token and after each guess -> the ids that are output.
 
     Guesses are right as long as they are what is sampled; the first that is not is replaced, the rest forgotten.
     """
     made = []
     for n, token in enumerate(tokens):
-        if request.accept(token, logprobs[n], config):
-            made.append(token)
+        accepted = request.accept(token, logprobs[n], config)
+        if accepted is not None:
+            made.append(accepted)
         if request.finish_reason or n == len(guesses) or token != guesses[n]:
             break
     if draft:
-        draft.checked(request, guesses, n)
+        draft.on_verified(request, guesses, n)
     return made
 
 
@@ -430,16 +489,21 @@ class Speculator:
     guess is accepted with probability min(1, p/q), which is right more often but makes another text.
     """
 
-    def __init__(self, model, tokens=4):
+    def __init__(self, model, tokens: int = 4):
         check_number("draft tokens", tokens, Integral, 1, 64)
-        self.model, self.tokens, self.request, self.kv = model, tokens, None, model.new_kv()
-        self.proposed = self.accepted = 0
+        self.model = model
+        self.tokens = tokens
+        self.request: Request | None = None                          # the one served last, and
+        self.kv = model.new_kv()                                     # what the draft stores of it
+        self.proposed = 0
+        self.accepted = 0
 
     @property
-    def acceptance(self):
+    def acceptance(self) -> float:
+        """The share of guesses that were right."""
         return self.accepted / max(1, self.proposed)
 
-    def check(self, target):
+    def validate(self, target) -> None:
         """Raises UserError unless the draft model has the target's vocabulary, and pages of its own."""
         if self.model is target:
             raise UserError("the draft model can't be the target itself; share_weights makes another of it")
@@ -447,29 +511,31 @@ class Speculator:
         if ours != theirs:
             raise UserError(f"the draft model has a vocabulary of {ours} tokens, the target of {theirs}")
 
-    def guess(self, request, config):
+    def guess(self, request: Request, config: GPT2Config) -> list[int]:
         """Up to `tokens` next tokens of the request, fewer where it would end before."""
         if request is not self.request:
             self.release()
-            self.request, self.kv = request, self.model.new_kv()
-        room = min(output_limit(request, config) - len(request.output_ids) - 1,
-                   self.model.config.n_positions - len(request.ids))
-        guesses, device = [], self.model.wte.weight.device
-        for _ in range(min(self.tokens, room)):
-            ids = torch.tensor([(request.ids + guesses)[self.kv.length:]]).to(device)
+            self.request = request
+            self.kv = self.model.new_kv()
+        tokens_left = min(output_limit(request, config) - len(request.output_ids) - 1,
+                          self.model.config.n_positions - len(request.ids))
+        guesses: list[int] = []
+        for _ in range(min(self.tokens, tokens_left)):
+            ids = torch.tensor([(request.ids + guesses)[self.kv.length:]]).to(self.model.wte.weight.device)
             try:
                 logits = self.model(ids, self.kv, keep=slice(-1, None))[:, -1]
             except OutOfPages:  # of the draft's own: the target goes on without more guesses
                 break
-            guesses += sample(logits, request.checks(guesses)[-1:], config.eos_token_id)[0]
+            guesses += sample(logits, request.rows_to_verify(guesses)[-1:], config.eos_token_id)[0]
         return guesses
 
-    def checked(self, request, guesses, right):
+    def on_verified(self, request: Request, guesses: Sequence[int], right: int) -> None:
         """The target found the first `right` guesses right: forget what was stored after them."""
-        self.proposed, self.accepted = self.proposed + len(guesses), self.accepted + right
+        self.proposed += len(guesses)
+        self.accepted += right
         self.kv.truncate(len(request.ids) - 1)
 
-    def release(self):
+    def release(self) -> None:
         """Give back what is stored for the request served last."""
         self.kv.release()
         self.request = None
@@ -479,6 +545,37 @@ class Speculator:
 # Continuous batching: many requests, one forward pass a step.
 
 SCORED_CHUNK = 512  # prompt tokens a step that are scored: each needs the logits of the whole vocabulary
+
+
+class StepRow(NamedTuple):
+    """What one step does for one request."""
+
+    request: Request
+    count: int                # how many of its tokens are fed: the last one, or a chunk of its prompt
+    guesses: list[int]        # fed after them, to be verified
+    samples: bool             # whether a token is sampled then: not while more of the prompt is to come
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its prompt is stored: one token goes in, the next comes out."""
+        return self.count == 1 and self.samples
+
+    @property
+    def wanted(self) -> int:
+        """Of how many of its last positions the logits are needed: of all where the prompt is to be scored."""
+        if self.request.unscored:
+            return self.count
+        return 1 + len(self.guesses) if self.samples else 0
+
+
+class StepResult(NamedTuple):
+    """What a step found for one request."""
+
+    request: Request
+    guesses: Sequence[int]
+    tokens: Sequence[int]                     # sampled after its last token and after each guess, if any was asked for
+    logprobs: Sequence[TokenLogprobs | None]  # of each token
+    error: Exception | None = None            # what went wrong instead
 
 
 class Runner:
@@ -491,75 +588,77 @@ class Runner:
     of unlimited chunks at 128 tokens and 94 % at 64, and a step with a chunk of 128 lasts some 0.13 s.
     """
 
-    ahead, prefill_chunk = 0, 128
+    ahead = 0
+    prefill_chunk = 128
 
-    def __init__(self, model, max_batch_size):
+    class Ready(NamedTuple):
+        """A row whose logits are there to be sampled: (1 + guesses, V)."""
+
+        request: Request
+        guesses: list[int]
+        logits: torch.Tensor
+
+    def __init__(self, model, max_batch_size: int):
         self.model = model
 
-    def launch(self, rows, plain=True):
-        """Start a step. rows: (request, number of its tokens that are fed, guesses after them, whether it is sampled).
-
-        A prompt of which more is to come is not. plain: no row has guesses or a prompt to be scored. Returns a
-        function that waits for the step and gives (request, guesses, sampled) for each row that is: sampled is
-        (tokens, logprobs), None where no token was asked for, or the row's exception.
-        """
-        wanted = [self._wanted(*row) for row in rows]
+    def launch(self, rows: list[StepRow]) -> Callable[[], Iterable[StepResult]]:
+        """Start a step -> a function that waits for it and gives a result for each row that samples or fails."""
+        wanted = [row.wanted for row in rows]
         logits = self._forward(rows, wanted)
         results, ready = self._score(rows, logits, wanted)
         results += self._sample(ready)
         return lambda: results
 
-    def _wanted(self, request, count, guesses, sampled):
-        """How many of a row's last logits are needed: all of a prompt that is to be scored."""
-        return count if request.unscored else (1 + len(guesses)) * sampled
-
-    def _forward(self, rows, wanted):
+    def _forward(self, rows: list[StepRow], wanted: list[int]) -> torch.Tensor:
         """One pass over the new tokens of all rows, end to end -> logits (sum of wanted, V)."""
-        ids, keep = [], []
-        for (request, count, guesses, _), last in zip(rows, wanted):
-            stored = request.table.length
-            ids += request.ids[stored:stored + count] + guesses
+        ids, keep, counts = [], [], []
+        for row, last in zip(rows, wanted):
+            stored = row.request.table.length
+            ids += row.request.ids[stored:stored + row.count] + row.guesses
             keep += range(len(ids) - last, len(ids))
-        kv = self.model.new_kv([r.table for r, *_ in rows], [count + len(guesses) for _, count, guesses, _ in rows])
+            counts.append(row.count + len(row.guesses))
+        kv = self.model.new_kv([row.request.table for row in rows], counts)
         device = self.model.wte.weight.device
         return self.model(torch.tensor([ids]).to(device), kv, keep=torch.tensor(keep, dtype=torch.long).to(device))[0]
 
-    def _score(self, rows, logits, wanted):
-        """Log probabilities of prompts -> results without a token, and (request, guesses, logits) of rows to sample."""
+    def _score(self, rows: list[StepRow], logits: torch.Tensor,
+               wanted: list[int]) -> "tuple[list[StepResult], list[Runner.Ready]]":
+        """Log probabilities of prompts -> results without a token, and the rows that are ready to sample."""
         results, ready = [], []
-        for (request, count, guesses, sampled), end, last in zip(rows, itertools.accumulate(wanted), wanted):
+        for row, last, end in zip(rows, wanted, itertools.accumulate(wanted)):
+            request, guesses = row.request, row.guesses
             if request.unscored:
                 try:
-                    request.score(logits[end - last:end], request.table.length - count)
+                    request.score(logits[end - last:end], request.table.length - row.count)
                 except Exception as err:
-                    results.append((request, guesses, err))
+                    results.append(StepResult(request, guesses, [], [], err))
                     continue
-            if sampled and output_limit(request, self.model.config) == 0:
-                results.append((request, guesses, None))
-            elif sampled:
-                ready.append((request, guesses, slice(end - 1 - len(guesses), end)))
-        return results, [(request, guesses, logits[part]) for request, guesses, part in ready]
+            if row.samples and output_limit(request, self.model.config) == 0:
+                results.append(StepResult(request, guesses, [], []))
+            elif row.samples:
+                ready.append(self.Ready(request, guesses, logits[end - 1 - len(guesses):end]))
+        return results, ready
 
-    def _sample(self, ready):
+    def _sample(self, ready: "list[Runner.Ready]") -> list[StepResult]:
         """Samples all rows together -> their results."""
         if not ready:
             return []
-        checks = [request.checks(guesses) for request, guesses, _ in ready]
-        ends, eos = list(itertools.accumulate(map(len, checks))), self.model.config.eos_token_id
+        rows = [one.request.rows_to_verify(one.guesses) for one in ready]
         try:
-            tokens, logprobs = sample(torch.cat([part for _, _, part in ready]), list(itertools.chain(*checks)), eos)
-            sampled = [(tokens[end - len(own):end], logprobs[end - len(own):end]) for own, end in zip(checks, ends)]
+            tokens, logprobs = sample(torch.cat([one.logits for one in ready]), list(itertools.chain(*rows)),
+                                      self.model.config.eos_token_id)
         except Exception:  # one of them is at fault: each alone, so that it fails alone
-            sampled = [outcome(sample, logits, own, eos) for own, (_, _, logits) in zip(checks, ready)]
-        return [(request, guesses, found) for (request, guesses, _), found in zip(ready, sampled)]
+            return [self._sample_alone(one) for one in ready]
+        ends = itertools.accumulate(map(len, rows))
+        return [StepResult(one.request, one.guesses, tokens[end - len(own):end], logprobs[end - len(own):end])
+                for one, own, end in zip(ready, rows, ends)]
 
-
-def outcome(function, *args):
-    """What the function returns, or the exception that it raises."""
-    try:
-        return function(*args)
-    except Exception as err:
-        return err
+    def _sample_alone(self, one: "Runner.Ready") -> StepResult:
+        try:
+            rows = one.request.rows_to_verify(one.guesses)
+            return StepResult(one.request, one.guesses, *sample(one.logits, rows, self.model.config.eos_token_id))
+        except Exception as err:
+            return StepResult(one.request, one.guesses, [], [], err)
 
 
 class ContinuousBatchingScheduler:
@@ -578,25 +677,37 @@ class ContinuousBatchingScheduler:
     on_finish: called with each request that has ended, in the thread that ended it; it must be quick.
     """
 
-    def __init__(self, model, max_batch_size=8, max_waiting=1024, prefill_chunk=None, prefix_cache=True, draft=None,
-                 on_finish=None):
+    def __init__(self, model, max_batch_size: int = 8, max_waiting: int = 1024, prefill_chunk: int | None = None,
+                 prefix_cache: bool = True, draft: Speculator | None = None,
+                 on_finish: Callable[[Request], None] | None = None):
         check_number("max_batch_size", max_batch_size, Integral, 1)
         check_number("max_waiting", max_waiting, Integral, 1)
         check_number("prefill_chunk", prefill_chunk, Integral, 1, optional=True)
         if draft:
-            draft.check(model)
-        self.model, self.cache, self.draft, self.prefix_cache = model, model.cache, draft, prefix_cache
-        self.runner, self.in_flight = model.new_runner(max_batch_size), collections.deque()
-        self.max_waiting, self.prefill_chunk = max_waiting, prefill_chunk or self.runner.prefill_chunk
+            draft.validate(model)
+        self.model = model
+        self.cache = model.cache
+        self.runner = model.new_runner(max_batch_size)
+        self.draft = draft
+        self.prefix_cache = prefix_cache
+        self.max_waiting = max_waiting
+        self.prefill_chunk = prefill_chunk or self.runner.prefill_chunk
         self.on_finish = on_finish
-        self.waiting, self.slots = collections.deque(), [None] * max_batch_size
-        self.changed, self.thread, self.stopping = threading.Condition(), None, False
-        self.lifecycle, self.stepping = threading.Lock(), threading.Lock()    # one start or stop, one step at a time
+        self.waiting = collections.deque()
+        self.slots: list[Request | None] = [None] * max_batch_size
+        self.in_flight = collections.deque()                         # steps launched: (rows, function that waits)
         self.counts = collections.Counter()                          # since the start; see `stats`
+        self.thread: threading.Thread | None = None
+        self.stopping = False
+        # Whoever holds one of these locks takes only those that stand after it:
+        self.lifecycle = threading.Lock()                            # one start or stop at a time
+        self.stepping = threading.Lock()                             # one step at a time
+        self.changed = threading.Condition()                         # slots, queue, counts; notified of new work
+        # then the pool's `lock` (who owns which page), and last the kernels' own (one launch at a time).
 
     # --- what clients call, from any thread
 
-    def submit(self, *requests):
+    def submit(self, *requests: Request) -> None:
         """Queue requests, all or none. Raises QueueFull, or UserError for one that can never run."""
         for request in requests:
             check_request(request, self.model.config)
@@ -610,22 +721,25 @@ class ContinuousBatchingScheduler:
             if len(self.waiting) + len(requests) > self.max_waiting:
                 raise QueueFull(f"{len(self.waiting)} requests are waiting; the queue holds {self.max_waiting}")
             for request in requests:
-                request.arrival_time, request.number = time.monotonic(), self.counts["requests"]
+                request.arrival_time = time.monotonic()
+                request.number = self.counts["requests"]
                 self.counts["requests"] += 1
-                if request.cancelled or ended(request, self.model.config):
-                    self._finish(request, "abort" if request.cancelled else request.finish_reason)
+                if request.cancelled:
+                    self._finish(request, "abort")
+                elif finish_if_done(request, self.model.config):
+                    self._finish(request, request.finish_reason)
                 else:
                     self.waiting.append(request)
             self.changed.notify_all()
 
-    def _check_fit(self, request):
+    def _check_fit(self, request: Request) -> None:
         tokens = len(request.prompt_ids) + max(0, output_limit(request, self.model.config) - 1)
-        room = self.cache.max_pages * self.cache.page_size
-        if tokens > room:
-            raise UserError(f"prompt and output need room for {tokens} tokens; the pool has room for {room} "
+        capacity = self.cache.max_pages * self.cache.page_size
+        if tokens > capacity:
+            raise UserError(f"prompt and output need room for {tokens} tokens; the pool has room for {capacity} "
                             f"({self.cache.max_pages} pages of {self.cache.page_size})")
 
-    def cancel(self, request):
+    def cancel(self, request: Request) -> None:
         """End a request with reason "abort" wherever it is; its pages are free after the step that is running."""
         with self.changed:
             request.cancelled = True
@@ -634,7 +748,7 @@ class ContinuousBatchingScheduler:
                 self._finish(request, "abort")
             self.changed.notify_all()
 
-    def start(self):
+    def start(self) -> None:
         """Run steps in a thread whenever there is work."""
         with self.lifecycle:
             if self.thread is None:
@@ -642,7 +756,7 @@ class ContinuousBatchingScheduler:
                 self.thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
                 self.thread.start()
 
-    def stop(self):
+    def stop(self) -> None:
         """End the thread after the step that is running, and every open request with reason "abort"."""
         with self.lifecycle:
             with self.changed:
@@ -658,16 +772,16 @@ class ContinuousBatchingScheduler:
                 self.in_flight.clear()
 
     @property
-    def alive(self):
+    def alive(self) -> bool:
         """Whether the thread runs."""
         return self.thread is not None and self.thread.is_alive()
 
     @property
-    def running(self):
+    def running(self) -> list[Request]:
         """The requests that hold a slot, in order of arrival."""
         return sorted(filter(None, self.slots), key=lambda request: request.number)
 
-    def stats(self):
+    def stats(self) -> dict[str, int]:
         """Numbers of requests and pages now, and counts since the start."""
         with self.changed:
             return {"running": len(self.running), "waiting": len(self.waiting), "pages_free": self.cache.free_pages,
@@ -675,94 +789,112 @@ class ContinuousBatchingScheduler:
                     name: self.counts[name] for name in ("requests", "finished", "steps", "preemptions",
                                                          "prompt_tokens", "cached_tokens", "output_tokens")}
 
+    def snapshot(self) -> dict:
+        """Slots, queue and pages at one moment, as plain values: what a page draws.
+
+        slots, waiting   a dict for each request: counts of tokens, state, seconds since it arrived; None: a free slot
+        pages            their size, the owner of each (a slot; -1 nobody, -2 the prefix cache), those shared, counts
+        """
+        now = time.monotonic()
+        cache = self.cache
+        with self.changed, cache.lock:
+            owner = np.where(cache.is_free, -1, -2)
+            slots = []
+            for slot, request in enumerate(self.slots):
+                if request is None:
+                    slots.append(None)
+                    continue
+                owner[request.table.pages] = slot
+                slots.append(self._view(request, "decoding" if request.todo <= 1 else "prefilling", now))
+            waiting = [self._view(r, "preempted" if r.preemptions else "queued", now) for r in self.waiting]
+            shared = np.flatnonzero(cache.references > 1)
+            return {"slots": slots, "waiting": waiting, "max_waiting": self.max_waiting,
+                    "pages": {"size": cache.page_size, "owner": owner.tolist(), "shared": shared.tolist(),
+                              "free": cache.free_pages, "used": cache.used_pages, "cached": cache.cached_pages}}
+
+    def _view(self, request: Request, state: str, now: float) -> dict:
+        return {"id": request.id, "state": state, "prompt_tokens": len(request.prompt_ids),
+                "cached_tokens": request.cached_tokens, "stored_tokens": request.table.length if request.table else 0,
+                "output_tokens": len(request.output_ids), "max_tokens": output_limit(request, self.model.config),
+                "preemptions": request.preemptions, "seconds": now - request.arrival_time}
+
     # --- the engine
 
-    def step(self):
+    def step(self) -> bool:
         """Admit, one forward pass for all, sample, emit. -> whether there was anything to do."""
         with self.stepping:
             return self._step()
 
-    def _step(self):
+    def _step(self) -> bool:
+        """Plan, launch, settle, emit. A step may be planned while the tokens of the last are on their way (pending),
+        but not where it guesses, scores a prompt, or has to preempt: then the last is settled first."""
         with self.changed:
-            for request in [r for r in (*self.slots, *self.waiting) if r and r.cancelled]:
-                if request in self.waiting:
-                    self.waiting.remove(request)
-                self._finish(request, "abort")
+            self._drop_cancelled()
             self._admit()
-        scoring = any(request and request.unscored for request in self.slots)
-        # A step can be planned while tokens are pending, but not to guess, to score a prompt, or to preempt.
-        flying = len(self.in_flight)
-        if scoring or self.draft is not None:
-            self._settle(0)
+        scores = any(request and request.unscored for request in self.slots)
+        settled = self._settle(0) if scores or self.draft else False
         guesses = self._guess()
         with self.changed:
-            rows = self._rows(guesses)
-        settled, plain = len(self.in_flight) < flying, not (guesses or scoring)
+            rows = self._plan(guesses)
+            while not self._take_pages(rows):
+                settled |= self._give_way()
+                rows = self._plan(guesses)
         if rows:
-            self._launch(rows, plain)
-        # Then the results of earlier steps, of this one too unless the runner may run ahead.
-        return self._settle(self.runner.ahead if rows and plain else 0) or settled or bool(rows)
+            self._launch(rows)
+        runs_ahead = rows and not guesses and not scores
+        settled |= self._settle(self.runner.ahead if runs_ahead else 0)
+        return settled or bool(rows)
 
-    def _launch(self, rows, plain):
-        self.counts["steps"] += 1
-        sampled = [request for request, _, _, sampled in rows if sampled]
-        try:
-            self.in_flight.append((rows, sampled, self.runner.launch(rows, plain)))
-        except Exception as err:
-            for request, *_ in rows:
-                self._finish(request, "error", err)
-        else:
-            for request in sampled:
-                request.pending += 1
+    def _drop_cancelled(self) -> None:
+        for request in [r for r in (*self.slots, *self.waiting) if r and r.cancelled]:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            self._finish(request, "abort")
 
-    def _settle(self, most):
-        """Take the results of the oldest steps, until `most` are in flight -> whether there were any."""
-        settled = False
-        while len(self.in_flight) > most:
-            rows, sampled, results = self.in_flight.popleft()
-            settled = True
-            try:
-                results = results()
-            except Exception as err:
-                results = [(request, [], err) for request, *_ in rows]
-            for request in sampled:
-                request.pending -= 1
-            for result in results:
-                self._emit(*result)
-        return settled
-
-    def _admit(self):
+    def _admit(self) -> None:
         """Give free slots to the first in the queue, as long as the pool has the pages for their tokens."""
         while self.waiting and None in self.slots:
-            request, size = self.waiting[0], self.cache.page_size
-            ids, leader, table = request.ids, request.leader, self.cache.new_table()
-            leads = leader and leader.table and leader.table.cache is self.cache and not request.unscored
-            if leads and leader.table.length < len(leader.prompt_ids):
-                return  # its prompt is being computed, and is shared once it is
-            if leads:
-                table.share(leader.table.pages[:(len(request.prompt_ids) - 1) // size])
-            elif self.prefix_cache:  # at least one token is computed, and all that are to be scored
-                table.match(ids[:len(request.prompt_logprobs) if request.unscored else -1])
+            request = self.waiting[0]
+            table = self.cache.new_table()
+            if not self._find_stored(request, table):
+                return
+            tokens = len(request.ids) - table.length
             # A page to spare for each that is running, or the newcomer would be preempted in the next steps.
-            spare = size * (len(self.slots) - self.slots.count(None))
+            spare = self.cache.page_size * (len(self.slots) - self.slots.count(None))
             try:
-                self.cache.check_free(table.missing(len(ids) - table.length + spare))
-                table.grow(len(ids) - table.length)
+                self.cache.check_free(table.missing(tokens + spare))
+                table.grow(tokens)
             except OutOfPages:
                 table.release()
                 return
-            if request.scheduled_time is None:
-                request.scheduled_time, request.cached_tokens = time.monotonic(), table.length
+            if request.scheduled_time is None:  # else it was preempted: these were counted
+                request.scheduled_time = time.monotonic()
+                request.cached_tokens = table.length
                 self.counts["cached_tokens"] += table.length
-                self.counts["prompt_tokens"] += len(ids)
+                self.counts["prompt_tokens"] += len(request.ids)
             self.waiting.popleft()
-            request.table, request.slot = table, self.slots.index(None)
+            request.table = table
+            request.slot = self.slots.index(None)
             self.slots[request.slot] = request
 
-    def _guess(self):
+    def _find_stored(self, request: Request, table: PageTable) -> bool:
+        """Begin a table with pages that are stored already -> False while those of its leader are being computed."""
+        ids, leader = request.ids, request.leader
+        leads = leader and leader.table and leader.table.cache is self.cache and not request.unscored
+        if leads:
+            if leader.table.length < len(leader.prompt_ids):
+                return False
+            table.share(leader.table.pages[:(len(request.prompt_ids) - 1) // self.cache.page_size])
+        elif self.prefix_cache:  # at least one token is computed, and all that are to be scored
+            table.match(ids[:len(request.prompt_logprobs) if request.unscored else -1])
+        return True
+
+    def _guess(self) -> list[int]:
         """Speculation, while one request runs alone and decodes -> its guesses, else none."""
+        if not self.draft:
+            return []
         running = self.running
-        if not self.draft or len(running) != 1 or running[0].todo > 1:
+        if len(running) != 1 or running[0].todo > 1:
             return []
         try:
             return self.draft.guess(running[0], self.model.config)
@@ -770,59 +902,99 @@ class ContinuousBatchingScheduler:
             self._finish(running[0], "error", err)
             return []
 
-    def _rows(self, guesses):
-        """This step's rows, as a runner's `launch` takes them, the decoding ones first."""
-        decoding, prefilling, budget, config = [], [], self.prefill_chunk, self.model.config
-        running = [(request, request.todo) for request in self.running]
-        for request, todo in running:  # the oldest first: whoever gives up its pages for it was not planned yet
-            ending = request.pending and len(request.output_ids) + request.pending >= output_limit(request, config)
-            if todo == 1 and not ending and request.table and self._make_room(request, 1 + len(guesses)):
-                decoding.append((request, 1, guesses, True))
-        for request, todo in running:
-            if todo > 1 and budget and request.table:
+    def _plan(self, guesses: list[int]) -> list[StepRow]:
+        """The rows of the next step, the decoding ones first, the oldest of each first. Changes nothing."""
+        decoding, prefilling = [], []
+        budget = self.prefill_chunk
+        config = self.model.config
+        for request in self.running:
+            todo = request.todo
+            if todo == 1:
+                # One whose last token is pending has nothing left to do.
+                if not request.pending or len(request.output_ids) + request.pending < output_limit(request, config):
+                    decoding.append(StepRow(request, 1, guesses, True))
+            elif todo > 1 and budget:
                 count = min(todo, budget, SCORED_CHUNK if request.unscored else todo)
-                prefilling.append((request, count, [], count == todo))
+                prefilling.append(StepRow(request, count, [], count == todo))
                 budget -= count
-        return [row for row in decoding + prefilling if row[0].table]        # to make room some may have been ended
+        return decoding + prefilling
 
-    def _make_room(self, request, count):
-        """Pages for `count` more tokens, taken from the youngest where none are free. -> False: it was itself, or has
-        ended. Nobody is preempted while a token of his is on its way."""
-        while request.table:
-            try:
-                request.table.grow(count)
-                return True
-            except OutOfPages:
-                if self._settle(0):
-                    continue
-                youngest = self.running[-1]
-                self._leave(youngest)
-                youngest.preemptions += 1
-                self.counts["preemptions"] += 1
-                self.waiting.appendleft(youngest)
+    def _take_pages(self, rows: list[StepRow]) -> bool:
+        """Pages for what the decoding rows will store (a prompt's were taken when it was admitted) -> False where they
+        ran out: then somebody has to give way, and the plan does not hold any more."""
+        try:
+            for row in rows:
+                if row.decodes:
+                    row.request.table.grow(1 + len(row.guesses))
+        except OutOfPages:
+            return False
+        return True
+
+    def _give_way(self) -> bool:
+        """The youngest request gives its pages up and waits at the front; but nobody while tokens are on their way, so
+        these are settled first, by which pages may come free. -> whether that was it."""
+        if self._settle(0):
+            return True
+        youngest = self.running[-1]
+        self._leave(youngest)
+        youngest.preemptions += 1
+        self.counts["preemptions"] += 1
+        self.waiting.appendleft(youngest)
         return False
 
-    def _emit(self, request, guesses, sampled):
+    def _launch(self, rows: list[StepRow]) -> None:
+        self.counts["steps"] += 1
+        try:
+            self.in_flight.append((rows, self.runner.launch(rows)))
+        except Exception as err:
+            for row in rows:
+                self._finish(row.request, "error", err)
+        else:
+            for row in rows:
+                row.request.pending += row.samples
+
+    def _settle(self, most: int) -> bool:
+        """Wait for the oldest steps, until `most` are in flight, and emit what they found -> whether there were any."""
+        settled = False
+        while len(self.in_flight) > most:
+            rows, wait = self.in_flight.popleft()
+            settled = True
+            try:
+                results = wait()
+            except Exception as err:
+                results = [StepResult(row.request, [], [], [], err) for row in rows]
+            for row in rows:
+                row.request.pending -= row.samples
+            for result in results:
+                self._emit(result)
+        return settled
+
+    def _emit(self, result: StepResult) -> None:
         """Hand out a row's next token or tokens, unless the request ended while they were computed."""
+        request = result.request
         if request.finish_time is not None:
             return
-        if isinstance(sampled, Exception):
-            self._finish(request, "error", sampled)
-        elif sampled is None:
+        if result.error:
+            self._finish(request, "error", result.error)
+        elif not result.tokens:
             self._finish(request, "length")
         else:
             try:
-                made = take_tokens(request, *sampled, guesses, self.model.config, self.draft)
-                if guesses:  # forget the wrong ones
+                made = take_tokens(request, result.tokens, result.logprobs, result.guesses, self.model.config,
+                                   self.draft)
+                if result.guesses:  # forget the wrong ones
                     request.table.truncate(len(request.ids) - 1)
             except Exception as err:
                 self._finish(request, "error", err)
             else:
                 self._hand_out(request, made)
 
-    def _hand_out(self, request, tokens):
-        request.token_times += [time.monotonic()] * len(tokens)
+    def _hand_out(self, request: Request, tokens: list[int]) -> None:
+        now = time.monotonic()
         for token in tokens:
+            if type(token) is OutputToken:
+                token.time = now
+            request.token_times.append(now)
             request.output_queue.put(token)
         self.counts["output_tokens"] += len(tokens)
         table = request.table
@@ -831,24 +1003,28 @@ class ContinuousBatchingScheduler:
         if request.finish_reason:
             self._finish(request, request.finish_reason)
 
-    def _leave(self, request):
+    def _leave(self, request: Request) -> None:
         """Out of its slot, and its pages back to the pool."""
         if request.table:
             request.table.release()
-            request.table = self.slots[request.slot] = None
+            request.table = None
+            self.slots[request.slot] = None
 
-    def _finish(self, request, reason, error=None):
+    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
         with self.changed:
             self._leave(request)
             if self.draft and self.draft.request is request:
                 self.draft.release()
-            request.finish_reason, request.error, request.finish_time = reason, error, time.monotonic()
+            request.finish_reason = reason
+            request.error = error
+            request.finish_time = time.monotonic()
             self.counts["finished"] += 1
         if self.on_finish:
             self.on_finish(request)
         request.output_queue.put(None)
 
-    def _loop(self):
+    def _loop(self) -> None:
+        """The thread: steps while there is work."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.stopping or self.waiting or any(self.slots))

@@ -362,7 +362,7 @@ def test_a_poisoned_request_fails_alone(tiny, solo, monkeypatch):
 def test_the_thread_outlives_a_fault_in_the_step(tiny, monkeypatch):
     """Whatever raises where nobody expects it: those who run or are first in the queue are told, the next is served."""
     scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=64))
-    for place in ("_admit", "_rows", "_hand_out"):
+    for place in ("_admit", "_plan", "_hand_out"):
         broken = Request([1, 2, 3], params(max_tokens=3))
         with monkeypatch.context() as patch:
             patch.setattr(scheduler, place, lambda *a: 1 / 0)
@@ -812,7 +812,7 @@ def test_one_request_whose_scores_are_nan_fails_alone(tiny, solo, monkeypatch):
 
     def poisoned(rows, wanted):
         logits = forward(rows, wanted)
-        if rows[0][0] is bad:
+        if rows[0].request is bad:
             logits[2] = float("nan")
         return logits
 
