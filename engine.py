@@ -306,7 +306,8 @@ def attention(q, k, v, scale):
         return torch.cat([attention(q[:, :, at:end], k[:, :, :S - T + end], v[:, :, :S - T + end], scale)
                           for at, end in query_blocks(T)], dim=2)
     dtype = q.dtype
-    q, k, v = q.float(), k.float(), v.float()                        # in float16 a score may exceed the largest number
+    wide = torch.promote_types(dtype, torch.float32)                 # in float16 a score may exceed the largest number
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scores = (q * scale) @ k.transpose(-2, -1)                                         # (B, H, T, S)
     if T > 1:  # a single query is the last position and sees every key
         hidden = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
