@@ -12,6 +12,7 @@ import engine
 from engine import ContinuousBatchingScheduler, Request, SamplingParams, UserError, generate
 
 pytest.importorskip("triton")
+import benchmarks_cuda
 import engine_cuda
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,12 +42,12 @@ def assert_good(cases):
 # --- kernels and twins against float64
 
 KERNELS = {
-    "flash": lambda dtype: engine_cuda.check_flash(DEVICE, dtype, head_dims=(8, 40, 80, 256)),
-    "paged": lambda dtype: engine_cuda.check_paged(
+    "flash": lambda dtype: benchmarks_cuda.check_flash(DEVICE, dtype, head_dims=(8, 40, 80, 256)),
+    "paged": lambda dtype: benchmarks_cuda.check_paged(
         DEVICE, dtype, head_dims=(8, 256) if dtype.itemsize == 4 else (80,), lengths=(0, 9, 33)),
-    "prompts": lambda dtype: engine_cuda.check_prompts(DEVICE, dtype, (80,)),
-    "linear": lambda dtype: engine_cuda.check_linear(DEVICE, dtype, ((48, 33),)),
-    "sample": lambda dtype: engine_cuda.check_sample(DEVICE, dtype, V=97, rows=8),
+    "prompts": lambda dtype: benchmarks_cuda.check_prompts(DEVICE, dtype, (80,)),
+    "linear": lambda dtype: benchmarks_cuda.check_linear(DEVICE, dtype, ((48, 33),)),
+    "sample": lambda dtype: benchmarks_cuda.check_sample(DEVICE, dtype, V=97, rows=8),
 }
 
 
@@ -65,17 +66,17 @@ def test_twins(twins, kernel):
 
 def test_flash_of_a_long_prompt():
     q, k, v = torch.randn(3, 1, 1, 1023, 16, device=DEVICE)
-    exact = engine_cuda.exact_attention(q, k, v, 0.3)
+    exact = benchmarks_cuda.exact_attention(q, k, v, 0.3)
     for precision in ("tf32x3", "ieee"):
-        assert engine_cuda.error(engine_cuda.flash_attention(q, k, v, scale=0.3, precision=precision), exact) < 1e-5
+        assert benchmarks_cuda.error(engine_cuda.flash_attention(q, k, v, scale=0.3, precision=precision), exact) < 1e-5
 
 
 def test_flash_starts_in_the_middle():
     """Queries that stand before the last key do not see what follows them, NaN or not."""
     q, k, v = torch.randn(1, 2, 9, 24, device=DEVICE), *torch.randn(2, 1, 2, 40, 24, device=DEVICE)
     k[:, :, 26:], v[:, :, 26:] = float("nan"), float("nan")
-    exact = engine_cuda.exact_attention(q, k[:, :, :26], v[:, :, :26], 24 ** -0.5)
-    assert engine_cuda.error(engine_cuda.flash_attention(q, k, v, start=17), exact) < 1e-5
+    exact = benchmarks_cuda.exact_attention(q, k[:, :, :26], v[:, :, :26], 24 ** -0.5)
+    assert benchmarks_cuda.error(engine_cuda.flash_attention(q, k, v, start=17), exact) < 1e-5
 
 
 def test_what_flash_refuses():
@@ -109,19 +110,19 @@ def test_noise_keys_are_the_requests():
 @pytest.mark.parametrize("dtype", DTYPES, ids=list(engine.DTYPES))
 def test_model(twins, dtype):
     torch.manual_seed(0)
-    assert_good(engine_cuda.check_model(DEVICE, dtype))
+    assert_good(benchmarks_cuda.check_model(DEVICE, dtype))
 
 
 def test_model_through_the_kernels():
     torch.manual_seed(0)
-    oracle = engine_cuda.random_model(n_embd=21, n_head=3, n_layer=1, activation_function="relu", n_inner=10)
-    model = engine_cuda.copy_as(oracle, engine_cuda.GPT2Flash, torch.float32, DEVICE)
+    oracle = benchmarks_cuda.random_model(n_embd=21, n_head=3, n_layer=1, activation_function="relu", n_inner=10)
+    model = benchmarks_cuda.copy_as(oracle, engine_cuda.GPT2Flash, torch.float32, DEVICE)
     for pool in (model.cache.k, model.cache.v):
         pool.fill_(float("nan"))
     ids, kv = torch.randint(0, 97, (2, 19)), model.new_kv()
     found = torch.cat([model(part.to(DEVICE), kv).cpu() for part in ids.split([17, 1, 1], 1)], 1)
-    assert engine_cuda.error(found, oracle(ids).double()) < 1e-5
-    assert engine_cuda.error(model(ids.to(DEVICE)).cpu(), oracle(ids).double()) < 1e-5
+    assert benchmarks_cuda.error(found, oracle(ids).double()) < 1e-5
+    assert benchmarks_cuda.error(model(ids.to(DEVICE)).cpu(), oracle(ids).double()) < 1e-5
     kv.release()
     assert model.cache.used_pages == 0
 
@@ -129,9 +130,9 @@ def test_model_through_the_kernels():
 def test_any_config_of_the_plain_model(twins):
     for config in (dict(n_embd=7, n_head=1), dict(n_embd=48, n_head=4, scale_attn_weights=False),
                    dict(n_embd=48, n_head=3, scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=0.1)):
-        oracle, ids = engine_cuda.random_model(**config), torch.randint(0, 97, (2, 9))
-        found = engine_cuda.copy_as(oracle, engine_cuda.GPT2Flash, torch.float32, DEVICE)(ids.to(DEVICE)).cpu()
-        assert engine_cuda.error(found, oracle(ids).double()) < 1e-5
+        oracle, ids = benchmarks_cuda.random_model(**config), torch.randint(0, 97, (2, 9))
+        found = benchmarks_cuda.copy_as(oracle, engine_cuda.GPT2Flash, torch.float32, DEVICE)(ids.to(DEVICE)).cpu()
+        assert benchmarks_cuda.error(found, oracle(ids).double()) < 1e-5
 
 
 # --- the scheduler
@@ -292,7 +293,7 @@ class ReplayedCalls(engine_cuda.FlashRunner):
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the graphs themselves are tested")
 def test_steps_as_graphs_of_fixed_sizes(twins, monkeypatch):
     torch.manual_seed(0)
-    oracle = engine_cuda.random_model(n_embd=48, n_head=4)
+    oracle = benchmarks_cuda.random_model(n_embd=48, n_head=4)
     model = flash(oracle, max_pages=24)
     monkeypatch.setattr(engine_cuda.GPT2Flash, "new_runner", lambda *args: ReplayedCalls(*args))
     scheduler = ContinuousBatchingScheduler(model, 3, prefill_chunk=64)
