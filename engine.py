@@ -36,7 +36,6 @@ from typing import NamedTuple
 # machine, and where another process takes a core 4 times slower instead of standing still. Read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ from torch import Tensor, nn
 from checkpoint import ACTIVATIONS, CPU_DTYPES, GPT2Config, find_model, parse_dtype
 from errors import OutOfPages, UserError, check_number, first_line
 from sampling import SamplingParams
-from scheduler import PagePool, PageTable, Request, Runner, generate, slots_of
+from scheduler import PagePool, PageTable, Request, RowPlan, Runner, generate, plan_rows
 from tokenizer import load_tokenizer, stream_text
 
 # ---------------------------------------------------------------------------------------------------
@@ -388,28 +387,16 @@ class PagedKV(KV):
                 table.grow(count)
         self.tables = tables
         self.counts = counts
-        positions = np.concatenate([np.arange(table.length, table.length + count)
-                                    for table, count in zip(tables, counts)])
-        return self.plan(positions).view(B, T)
+        plan = plan_rows([table.length for table in tables], counts, [table.pages for table in tables],
+                         self.cache.page_size)
+        return self.prepare(plan).view(B, T)
 
-    def plan(self, positions: np.ndarray) -> Tensor:
-        """Once a pass, for all layers: where new tokens go, and what each row reads. -> positions (N) as a tensor."""
-        self.slots = torch.from_numpy(self.new_slots(self.page_ids(), positions)).to(self.cache.k.device)
+    def prepare(self, plan: RowPlan) -> Tensor:
+        """Once a pass, for all layers: what `attend` needs of the plan. -> its positions (N) as a tensor."""
+        self.slots = torch.from_numpy(plan.slots).to(self.cache.k.device)
         self.reads = [self.cache.runs(table.pages, table.length + count)
                       for table, count in zip(self.tables, self.counts)]
-        return torch.from_numpy(positions)
-
-    def page_ids(self) -> np.ndarray:
-        """The page ids of all rows (B, P), those of shorter ones filled up with 0."""
-        ids = np.zeros((len(self.tables), max(len(table.pages) for table in self.tables)), np.int64)
-        for row, table in enumerate(self.tables):
-            ids[row, :len(table.pages)] = table.pages
-        return ids
-
-    def new_slots(self, page_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The slots (N) of the new tokens of all rows, end to end."""
-        rows = np.repeat(np.arange(len(self.counts)), self.counts)
-        return slots_of(page_ids, rows, positions, self.cache.page_size)
+        return torch.from_numpy(plan.positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Write to the slots that were planned, then attend row by row, over the pages where they lie."""

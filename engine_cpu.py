@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import engine
 from checkpoint import ACTIVATIONS, aligned_empty, empty_weight
+from scheduler import RowPlan
 
 BLOCK = 64       # outputs that a task computes
 PANEL = 128      # rows that it multiplies while their weights are in the first cache
@@ -893,14 +894,11 @@ class TiledCache(engine.PagedKVCache):
 class TiledKV(engine.PagedKV):
     """Some sequences of a pool, stored and attended by our kernels over the page table."""
 
-    def plan(self, positions: np.ndarray) -> Tensor:
+    def prepare(self, plan: RowPlan) -> Tensor:
+        """The plan as the kernels take it. -> its positions (N) as a tensor."""
         k, v = self.cache.arrays
-        page_ids = self.page_ids()
-        self.view = tuple(KVView(
-            k, v, slots=self.new_slots(page_ids, positions), page_ids=page_ids,
-            stored=np.array([table.length for table in self.tables]), counts=np.array(self.counts),
-            page_size=self.cache.page_size))
-        return torch.from_numpy(positions)
+        self.view = tuple(KVView(k, v, plan.slots, plan.page_ids, plan.stored, plan.counts, self.cache.page_size))
+        return torch.from_numpy(plan.positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         B, H, T, D = q.shape

@@ -5,56 +5,55 @@
     TRITON_INTERPRET=1 python engine_cuda.py --check the same on the CPU, by Triton's interpreter
 
 Shapes use engine.py's alphabet: B batch, T new tokens, S stored + new, H heads, D head dim, C = H * D, V vocabulary,
-P pages, N tokens of all rows end to end. Each kernel is one function below; beside it stands its plain torch twin,
-which the tests compare it with and which runs in its place on a machine without a GPU.
+P pages, N tokens of all rows end to end. Beside each kernel stands its plain torch twin, which the tests compare it
+with and which runs in its place without a GPU. stride_kh is the stride of k over its heads; the last one is always 1.
 """
 
-import argparse
 import functools
+import importlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor, nn
 
 import engine
-from sampling import TokenLogprobs, chosen_and_top
-from scheduler import Request, StepResult, StepRow
+import sampling
+from sampling import FIELDS, RECORD, TokenLogprobs, noise_keys
+from scheduler import Request, RowPlan, StepResult, StepRow, plan_rows, slots_of
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-UPCAST = tl.constexpr(INTERPRET)  # the interpreter has no bfloat16 product
-LOG2_E = math.log2(math.e)
+UPCAST = tl.constexpr(INTERPRET)     # the interpreter has no bfloat16 product (kernels read only such globals)
+LOG2_E = math.log2(math.e)           # the softmaxes below count in powers of 2: e^x = 2^(x LOG2_E)
 
 
-def uses_kernels(x):
+def uses_kernels(x: Tensor) -> bool:
     """Whether Triton runs on this tensor; elsewhere the plain twins do."""
     return x.is_cuda or INTERPRET
 
 
-def power_of_2(n, least=16):
+def power_of_2(n: int, least: int = 16) -> int:
+    """The next power of 2, which a block's size must be; tl.dot takes no blocks below 16."""
     return max(least, triton.next_power_of_2(n))
 
 
 @functools.cache
-def has_dependent_launch(device):
-    return not INTERPRET and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def early(x):
-    """Launch options of a kernel that may start before the one ahead of it has ended (Hopper and later): it fetches
-    weights, then waits for what the other computes. That hides most of a launch."""
-    return dict(EARLY=True, launch_pdl=True) if x.is_cuda and has_dependent_launch(x.device) else dict(EARLY=False)
+def launch_options(device: torch.device) -> dict:
+    """Options that hide most of a kernel's launch, on Hopper and later: the kernel starts while the one ahead of it
+    still runs, and reads its weights; `_wait` then holds it back until the other's results are there."""
+    early = device.type == "cuda" and not INTERPRET and torch.cuda.get_device_capability(device) >= (9, 0)
+    return dict(EARLY=True, launch_pdl=True) if early else dict(EARLY=False)
 
 
 @triton.jit
 def _wait(EARLY: tl.constexpr):
-    """Lets the next kernel start, and waits for the end of the one before; nothing that it writes is read above."""
+    """Lets the next kernel start, then waits until the one before has ended: read nothing that it writes above this."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -64,9 +63,17 @@ def _wait(EARLY: tl.constexpr):
 # Flash attention: the scores of a tile live in registers only, never in memory.
 
 @triton.jit
+def _slot_of(table, position, PAGE: tl.constexpr, mask=None):
+    """Where the pools hold the tokens at these positions of a row; table points to the ids of its pages, in order."""
+    page = tl.load(table + position // PAGE, mask=mask, other=None if mask is None else 0)
+    return page.to(tl.int64) * PAGE + position % PAGE
+
+
+@triton.jit
 def _dot(a, b, PRECISION: tl.constexpr):
     if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -74,27 +81,29 @@ def _dot(a, b, PRECISION: tl.constexpr):
 def _visit(acc, l_i, m_i, q, k_ptr, v_ptr, table, position, lo, hi, stride_k, stride_v, scale,
            MASKED: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
            PRECISION: tl.constexpr):
-    """Takes the keys lo to hi into the running softmax; scale turns a score into a power of 2."""
+    """Takes the keys lo to hi into the running softmax of BLOCK_M queries at these positions.
+    m_i: the largest score of each query so far; l_i: the sum of 2^(score - m_i); acc: the values, weighted alike.
+    scale turns a score into a power of 2.
+    """
     d = tl.arange(0, BLOCK_D)
     for n in tl.range(lo, hi, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         stored = key < hi if MASKED else key >= 0
-        if PAGE:
-            at = tl.load(table + key // PAGE, mask=stored, other=0).to(tl.int64) * PAGE + key % PAGE
-        else:
-            at = key.to(tl.int64)
-        k_at, v_at = k_ptr + at[None, :] * stride_k + d[:, None], v_ptr + at[:, None] * stride_v + d[None, :]
+        at = _slot_of(table, key, PAGE, stored) if PAGE else key.to(tl.int64)
+        k_at = k_ptr + at[None, :] * stride_k + d[:, None]                             # (BLOCK_D, BLOCK_N): transposed
+        v_at = v_ptr + at[:, None] * stride_v + d[None, :]
         if MASKED or D != BLOCK_D:  # what lies beyond is never read: it may be NaN
             k = tl.load(k_at, mask=stored[None, :] & (d[:, None] < D), other=0.0)
             v = tl.load(v_at, mask=stored[:, None] & (d[None, :] < D), other=0.0)
         else:
-            k, v = tl.load(k_at), tl.load(v_at)
+            k = tl.load(k_at)
+            v = tl.load(v_at)
         scores = _dot(q, k, PRECISION)                                                 # (BLOCK_M, BLOCK_N)
         if MASKED:
             scores = tl.where(key[None, :] <= position[:, None], scores, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
         p = tl.exp2(scores * scale - m_new[:, None])
-        shrink = tl.exp2(m_i - m_new)
+        shrink = tl.exp2(m_i - m_new)                                # what was summed under a smaller maximum
         l_i = l_i * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None] + _dot(p.to(v.dtype), v, PRECISION)
         m_i = m_new
@@ -103,40 +112,46 @@ def _visit(acc, l_i, m_i, q, k_ptr, v_ptr, table, position, lo, hi, stride_k, st
 
 # What changes from call to call is not compiled in, or a new length would mean a new kernel.
 @triton.jit(do_not_specialize=["start", "T", "S", "n_tiles", "stride_table"])
-def _flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles, table, rows, scale, start, T, S, H, n_tiles,
+def _flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles, table, spans, scale, start, T, S, H, n_tiles,
                   stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                   stride_ob, stride_oh, stride_ot, stride_table,
                   D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   PAGE: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of BLOCK_M queries of one head against all keys that they see.
-
     Dense (PAGE 0): q, k, v (B, H, T or S, D). Paged: q (N, H, D), rows end to end; k, v (H, slots, D);
-    tiles (n_tiles, 2) row and first query; rows (B, 3) first token, new tokens, stored tokens.
+    tiles, table and spans as in Batch, whose tiles and spans stand for what T, S and start say of dense rows.
     """
-    head, tile = (tl.program_id(0) % H).to(tl.int64), n_tiles - 1 - tl.program_id(0) // H   # the longest tiles first
+    head = (tl.program_id(0) % H).to(tl.int64)
+    # A tile late in its row sees the most keys. It starts first: a long one begun last would run alone at the end.
+    tile = n_tiles - 1 - tl.program_id(0) // H
     if PAGE:
-        row, m_lo = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
-        first, T, start = tl.load(rows + 3 * row), tl.load(rows + 3 * row + 1), tl.load(rows + 3 * row + 2)
+        row = tl.load(tiles + 2 * tile).to(tl.int64)
+        m_lo = tl.load(tiles + 2 * tile + 1)                         # the tile's first query, counted from its row's
+        first = tl.load(spans + 3 * row)
+        T = tl.load(spans + 3 * row + 1)
+        start = tl.load(spans + 3 * row + 2)
         S = start + T
         q_ptr += first * stride_qt
         out_ptr += first * stride_ot
         table += row * stride_table
     else:
-        row, m_lo = (tile // tl.cdiv(T, BLOCK_M)).to(tl.int64), tile % tl.cdiv(T, BLOCK_M) * BLOCK_M
+        row = (tile // tl.cdiv(T, BLOCK_M)).to(tl.int64)
+        m_lo = tile % tl.cdiv(T, BLOCK_M) * BLOCK_M
         q_ptr += row * stride_qb
         out_ptr += row * stride_ob
         k_ptr += row * stride_kb
         v_ptr += row * stride_vb
     k_ptr += head * stride_kh
     v_ptr += head * stride_vh
-    m, d = m_lo + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m = m_lo + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
     inside = (m[:, None] < T) & (d[None, :] < D)
     m_wide = m.to(tl.int64)[:, None]
     q = tl.load(q_ptr + head * stride_qh + m_wide * stride_qt + d[None, :], mask=inside, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     m_i = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    # Keys that the tile's first query sees need no mask; then those up to its last query.
+    # Blocks of keys that the tile's first query sees in full need no mask; those after them, up to its last query, do.
     end = tl.minimum(S, start + tl.minimum(m_lo + BLOCK_M, T))
     open_end = tl.minimum(S, start + m_lo + 1) // BLOCK_N * BLOCK_N
     acc, l_i, m_i = _visit(acc, l_i, m_i, q, k_ptr, v_ptr, table, start + m, 0, open_end, stride_kt, stride_vt, scale,
@@ -146,7 +161,7 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles, table, rows, scale, start
     tl.store(out_ptr + head * stride_oh + m_wide * stride_ot + d[None, :], acc / l_i[:, None], mask=inside)
 
 
-def flash_config(head_dim, dtype, T):
+def flash_config(head_dim: int, dtype: torch.dtype, T: int) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 at 12 heads of 64 in bfloat16, us, and 48 in float32:
     B, T                1, 128  1, 256  1, 512  1, 1024  8, 1024  1, 4096  1, 16384
     (64, 64, 4, 3)         3.7     4.9     7.2     13.5     52.0     76.9      1105
@@ -161,7 +176,8 @@ def flash_config(head_dim, dtype, T):
     return (128, 64, 8, 3) if T >= 2048 else (64, 64, 4, 3)
 
 
-def flash_attention(q, k, v, start=None, scale=None, precision="tf32x3", config=None):
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, start: int | None = None, scale: float | None = None,
+                    precision: str = "tf32x3") -> Tensor:
     """Causal attention with an online softmax: q (B, H, T, D), k and v (B, H, S, D) -> (B, H, T, D).
 
     start: the position of the first query, S - T by default: key j is visible to query t when j <= start + t.
@@ -171,7 +187,8 @@ def flash_attention(q, k, v, start=None, scale=None, precision="tf32x3", config=
     """
     check_attention(q, k, v)
     (B, H, T, D), S = q.shape, k.shape[2]
-    start, scale = S - T if start is None else start, D ** -0.5 if scale is None else scale
+    start = S - T if start is None else start
+    scale = D ** -0.5 if scale is None else scale
     if not 0 <= start <= S - T or scale <= 0:
         raise engine.UserError(f"start must be from 0 to S - T = {S - T} and scale above 0, not {start} and {scale}")
     if not uses_kernels(q):
@@ -179,19 +196,26 @@ def flash_attention(q, k, v, start=None, scale=None, precision="tf32x3", config=
     out = torch.empty_like(q)
     if not out.numel():
         return out
-    BLOCK_M, BLOCK_N, warps, stages = config or flash_config(D, q.dtype, T)
-    tiles = B * triton.cdiv(T, BLOCK_M)
-    _flash_kernel[(tiles * H,)](
-        q, k, v, out, None, None, None, scale * LOG2_E, start, T, S, H, tiles, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *out.stride()[:3], 0, D, BLOCK_M, BLOCK_N, power_of_2(D), 0, precision,
+    BLOCK_M, BLOCK_N, warps, stages = flash_config(D, q.dtype, T)
+    n_tiles = B * triton.cdiv(T, BLOCK_M)
+    _flash_kernel[(n_tiles * H,)](
+        q, k, v, out, tiles=None, table=None, spans=None,
+        scale=scale * LOG2_E, start=start, T=T, S=S, H=H, n_tiles=n_tiles,
+        **strides("q", "bht", q), **strides("k", "bht", k), **strides("v", "bht", v), **strides("o", "bht", out),
+        stride_table=0, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=power_of_2(D), PAGE=0, PRECISION=precision,
         num_warps=warps, num_stages=stages)
     return out
 
 
-def check_attention(q, k, v):
+def strides(name: str, dims: str, x: Tensor) -> dict[str, int]:
+    """A kernel's arguments for the strides of x: ("q", "bht", q) gives stride_qb, stride_qh and stride_qt."""
+    return {f"stride_{name}{dim}": stride for dim, stride in zip(dims, x.stride())}
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises UserError for shapes, dtypes or strides that the kernels do not take."""
-    (*batch, T, D), (*others, S, Dk) = q.shape, k.shape
-    if k.shape != v.shape or batch != others or Dk != D or T > S or D > 256:
+    (*q_lead, T, D), (*k_lead, S, k_D) = q.shape, k.shape
+    if k.shape != v.shape or q_lead != k_lead or k_D != D or T > S or D > 256:
         raise engine.UserError(f"q (B, H, T, D), k and v (B, H, S, D), T <= S and D <= 256 are needed, "
                                f"not {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in engine.DTYPES.values():
@@ -201,97 +225,85 @@ def check_attention(q, k, v):
         raise engine.UserError("the last dimension of q, k and v must be contiguous")
 
 
-class Rows:
-    """Rows of new tokens, end to end, and where each keeps its keys: what the kernels need to know, on the device.
+class Batch(NamedTuple):
+    """A scheduler.RowPlan as the paged kernels take it, int32 on the device."""
 
-    spans (B, 3) first new token, new, stored; table (B, P) page ids; slots (N) where new tokens are stored, -1 for
-    nowhere; positions (N); tiles (n, 2) row and first query of each tile of BLOCK_M queries. As `plan_rows` made them.
-    """
-
-    def __init__(self, spans, table, slots, positions, tiles, page_size):
-        self.spans, self.table, self.slots, self.positions, self.tiles = spans, table, slots, positions, tiles
-        self.page_size = page_size
+    spans: Tensor       # (B, 3): a row's first new token among all, its new tokens, its stored tokens
+    table: Tensor       # (B, P): the ids of a row's pages, in order
+    slots: Tensor       # (N): where in the pools a new token is stored; -1 for nowhere
+    positions: Tensor   # (N): a new token's place in its own text
+    tiles: Tensor       # (n_tiles, 2): row and first query of a tile of BLOCK_M queries, most keys last
 
 
-def plan_rows(stored, counts, pages, page_size, BLOCK_M, room=None):
-    """The arrays of Rows. stored, counts: tokens in the pages before, and new ones, of each row; pages: its page ids.
-
-    room: (N, B, P) to fill the arrays up to, for a graph: with tokens that are stored nowhere, and an empty row.
-    """
-    stored, counts = np.array(stored, int), np.array(counts, int)
-    N, B, P = room or (counts.sum(), len(counts), max(map(len, pages)))
-    table, slots, positions = np.zeros((B, P), np.int32), np.full(N, -1), np.zeros(N, int)
-    for row, ids in enumerate(pages):
-        table[row, :len(ids)] = ids
-    first, owner = np.cumsum(counts) - counts, np.repeat(np.arange(len(counts)), counts)
-    position = np.arange(counts.sum()) - first[owner] + stored[owner]
-    positions[:len(position)] = position
-    slots[:len(position)] = table[owner, position // page_size] * page_size + position % page_size
-    spans = np.zeros((B, 3), int)
-    spans[:len(counts)] = np.stack([first, counts, stored], 1)
-    per_row = -(-counts // BLOCK_M)
-    of_row = np.repeat(np.arange(len(counts)), per_row)
-    begin = (np.arange(per_row.sum()) - (np.cumsum(per_row) - per_row)[of_row]) * BLOCK_M
-    order = np.argsort(begin + stored[of_row], kind="stable")        # the kernel starts at the end, with the longest
-    tiles = np.stack([of_row, begin], 1)[order]
-    spare = N // BLOCK_M + B - len(tiles) if room else 0
-    return spans, table, slots, positions, np.concatenate([np.tile([B - 1, 0], (spare, 1)), tiles])
+def batch_arrays(plan: RowPlan, BLOCK_M: int, n_tiles: int = 0) -> list[np.ndarray]:
+    """What a Batch is made of, on the host, with at least so many tiles: spare ones are of the last row, left empty."""
+    tiles = plan.tiles(BLOCK_M)
+    spare = np.tile([len(plan.counts) - 1, 0], (max(0, n_tiles - len(tiles)), 1))
+    return [plan.spans(), plan.page_ids, plan.slots, plan.positions, np.concatenate([spare, tiles])]
 
 
-def upload(arrays, device):
+def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[Tensor]:
     """Arrays of whole numbers -> int32 tensors on the device, by one copy that nobody waits for."""
     return split_like(pinned(arrays, device).to(device, non_blocking=True), arrays)
 
 
-def pinned(arrays, device):
+def pinned(arrays: Sequence[np.ndarray], device: torch.device | str) -> Tensor:
     """Arrays end to end as one int32 tensor on the host, which a GPU can fetch by itself."""
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32))
     return flat.pin_memory() if torch.device(device).type == "cuda" else flat
 
 
-def split_like(flat, arrays):
+def split_like(flat: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Views of a flat tensor in the shapes of the arrays that it holds end to end."""
     return [part.view(array.shape) for part, array in zip(flat.split([array.size for array in arrays]), arrays)]
 
 
-def paged_flash_attention(q, k_pool, v_pool, rows, scale, precision="tf32x3"):
+def paged_flash_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: Batch, scale: float,
+                          page_size: int) -> Tensor:
     """Flash attention of new tokens over the pages that hold their keys already, rows of any length at once.
 
-    q (N, H, D) of `rows`; pools (H, slots, D) -> (N, H, D).
+    q (N, H, D) of the batch's rows, end to end; pools (H, slots, D) -> (N, H, D).
     """
     if not uses_kernels(q):
-        return paged_flash_twin(q, k_pool, v_pool, rows, scale)
+        return paged_flash_twin(q, k_pool, v_pool, batch, scale, page_size)
     H, D = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     BLOCK_M, BLOCK_N, warps, stages = flash_config(D, q.dtype, 0)
-    _flash_kernel[(len(rows.tiles) * H,)](
-        q, k_pool, v_pool, out, rows.tiles, rows.table, rows.spans, scale * LOG2_E, 0, 0, 0, H, len(rows.tiles),
-        0, *q.stride()[1::-1], 0, *k_pool.stride()[:2], 0, *v_pool.stride()[:2], 0, *out.stride()[1::-1],
-        rows.table.stride(0), D, BLOCK_M, BLOCK_N, power_of_2(D), rows.page_size, precision,
-        num_warps=warps, num_stages=stages)
+    _flash_kernel[(len(batch.tiles) * H,)](
+        q, k_pool, v_pool, out, tiles=batch.tiles, table=batch.table, spans=batch.spans,
+        scale=scale * LOG2_E, start=0, T=0, S=0, H=H, n_tiles=len(batch.tiles),      # the spans say start, T and S
+        stride_qb=0, **strides("q", "th", q), stride_kb=0, **strides("k", "ht", k_pool),
+        stride_vb=0, **strides("v", "ht", v_pool), stride_ob=0, **strides("o", "th", out),
+        stride_table=batch.table.stride(0), D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=power_of_2(D),
+        PAGE=page_size, PRECISION="tf32x3", num_warps=warps, num_stages=stages)
     return out
 
 
-def slots_of(pages, length, page_size):
-    """The slots of a sequence's first `length` tokens: pages, a row of a page table -> (length)."""
-    position = torch.arange(length, device=pages.device)
-    return pages.long()[position // page_size] * page_size + position % page_size
-
-
-def paged_flash_twin(q, k_pool, v_pool, rows, scale):
+def paged_flash_twin(q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: Batch, scale: float, page_size: int) -> Tensor:
+    """paged_flash_attention in plain torch, row by row."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for (first, count, stored), pages in zip(rows.spans.tolist(), rows.table):
-        slots, new = slots_of(pages, stored + count, rows.page_size), slice(first, first + count)
-        attended = engine.attention(q[new].transpose(0, 1)[None], k_pool[:, slots][None], v_pool[:, slots][None], scale)
-        out[new] = attended[0].transpose(0, 1)
+    for (first, count, stored), page_ids in zip(batch.spans.tolist(), batch.table):
+        slots = row_slots(page_ids, stored + count, page_size)
+        queries = q[first:first + count].transpose(0, 1)                               # (H, count, D)
+        attended = engine.attention(queries[None], k_pool[:, slots][None], v_pool[:, slots][None], scale)
+        out[first:first + count] = attended[0].transpose(0, 1)
     return out
+
+
+def row_slots(table: Tensor, length: int, page_size: int) -> Tensor:
+    """The slots (length) of a row's first tokens; table (P) its page ids."""
+    return slots_of(table[None].long(), 0, torch.arange(length, device=table.device), page_size)
 
 
 @triton.jit
 def _store_kernel(k_ptr, v_ptr, k_pool, v_pool, slots, stride_kn, stride_kh, stride_vn, stride_vh,
                   stride_pool_kh, stride_pool_ks, stride_pool_vh, stride_pool_vs, H, D: tl.constexpr,
                   BLOCK_D: tl.constexpr):
-    n, head = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
-    d, slot = tl.arange(0, BLOCK_D), tl.load(slots + n).to(tl.int64)
+    """One token's key and value of one head -> its slot of the pools; slot -1 is nowhere."""
+    n = (tl.program_id(0) // H).to(tl.int64)
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = tl.load(slots + n).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
     real = d < tl.where(slot >= 0, D, 0)
     k = tl.load(k_ptr + n * stride_kn + head * stride_kh + d, mask=real)
     v = tl.load(v_ptr + n * stride_vn + head * stride_vh + d, mask=real)
@@ -299,15 +311,16 @@ def _store_kernel(k_ptr, v_ptr, k_pool, v_pool, slots, stride_kn, stride_kh, str
     tl.store(v_pool + head * stride_pool_vh + slot * stride_pool_vs + d, v, mask=real)
 
 
-def store(k, v, k_pool, v_pool, slots):
+def store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     """Writes new keys and values (N, H, D) to the `slots` (N) of the pools (H, slots, D); slot -1 is nowhere."""
     if not uses_kernels(k):
-        for pool, new in (k_pool, k), (v_pool, v):
-            pool.index_copy_(1, slots[slots >= 0].long(), new[slots >= 0].transpose(0, 1))
+        for pool, values in (k_pool, k), (v_pool, v):
+            pool.index_copy_(1, slots[slots >= 0].long(), values[slots >= 0].transpose(0, 1))
         return
     N, H, D = k.shape
-    _store_kernel[(N * H,)](k, v, k_pool, v_pool, slots, *k.stride()[:2], *v.stride()[:2], *k_pool.stride()[:2],
-                            *v_pool.stride()[:2], H, D, power_of_2(D), num_warps=1)
+    _store_kernel[(N * H,)](k, v, k_pool, v_pool, slots, **strides("k", "nh", k), **strides("v", "nh", v),
+                            **strides("pool_k", "hs", k_pool), **strides("pool_v", "hs", v_pool), H=H, D=D,
+                            BLOCK_D=power_of_2(D), num_warps=1)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -316,45 +329,55 @@ def store(k, v, k_pool, v_pool, slots):
 @triton.jit(do_not_specialize=["stride_table", "stride_lengths"])
 def _paged_kernel(q_ptr, k_new, v_new, k_pool, v_pool, table, lengths, out_ptr, parts, peaks, scale, H,
                   stride_qb, stride_qh, stride_nb, stride_nh, stride_kh, stride_ks, stride_vh, stride_vs, stride_table,
-                  stride_lengths, NEW: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+                  stride_lengths, HAS_NEW: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_D: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr):
     """One split of the keys of one row and head -> its weighted sum of values (parts), its sum and maximum (peaks).
-
-    With NEW the first split also takes the row's new key, of position lengths[row], and stores it with its value;
-    a length below 0 marks a row that is not there.
+    table: the ids of each row's pages; acc, l_i, m_i as in `_visit`. With HAS_NEW the first split also takes the row's
+    new key, of position lengths[row], and stores it with its value; a length below 0 marks a row that is not there.
     """
-    task, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, head, d = task // H, task % H, tl.arange(0, BLOCK_D)
+    task = tl.program_id(0).to(tl.int64)                             # a row and a head
+    split = tl.program_id(1)
+    row = task // H
+    head = task % H
+    d = tl.arange(0, BLOCK_D)
+    real = d < D
     _wait(EARLY)
-    length, real = tl.load(lengths + row * stride_lengths), d < D
+    length = tl.load(lengths + row * stride_lengths)
     table += row * stride_table
     k_pool += head * stride_kh
     v_pool += head * stride_vh
     q = tl.load(q_ptr + row * stride_qb + head * stride_qh + d, mask=real, other=0.0).to(tl.float32) * scale
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    l_i, m_i = 0.0, -float("inf")
-    if NEW:  # noqa: SIM102 - known when the kernel is compiled
+    l_i = 0.0
+    m_i = -float("inf")
+    if HAS_NEW:  # noqa: SIM102 - known when the kernel is compiled
         if (split == 0) & (length >= 0):
             at = row * stride_nb + head * stride_nh + d
-            k, v = tl.load(k_new + at, mask=real, other=0.0), tl.load(v_new + at, mask=real, other=0.0)
-            slot = tl.load(table + length // PAGE).to(tl.int64) * PAGE + length % PAGE
+            k = tl.load(k_new + at, mask=real, other=0.0)
+            v = tl.load(v_new + at, mask=real, other=0.0)
+            slot = _slot_of(table, length, PAGE)
             tl.store(k_pool + slot * stride_ks + d, k, mask=real)
             tl.store(v_pool + slot * stride_vs + d, v, mask=real)
-            acc, l_i, m_i = v.to(tl.float32), 1.0, tl.sum(q * k.to(tl.float32))
-    share = tl.cdiv(tl.cdiv(tl.maximum(length, 0), SPLITS), BLOCK_N) * BLOCK_N
+            acc = v.to(tl.float32)                                   # the softmax of one key: weight 2^0
+            l_i = 1.0
+            m_i = tl.sum(q * k.to(tl.float32))
+    share = tl.cdiv(tl.cdiv(tl.maximum(length, 0), SPLITS), BLOCK_N) * BLOCK_N         # keys of a split, whole blocks
     for n in tl.range(split * share, tl.minimum(split * share + share, length), BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         stored = key < length
-        slot = tl.load(table + key // PAGE, mask=stored, other=0).to(tl.int64) * PAGE + key % PAGE
+        slot = _slot_of(table, key, PAGE, stored)
         inside = stored[:, None] & real[None, :]
         k = tl.load(k_pool + slot[:, None] * stride_ks + d[None, :], mask=inside, other=0.0).to(tl.float32)
         v = tl.load(v_pool + slot[:, None] * stride_vs + d[None, :], mask=inside, other=0.0).to(tl.float32)
         scores = tl.where(stored, tl.sum(q[None, :] * k, 1), -float("inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 0))
-        p, shrink = tl.exp2(scores - m_new), tl.exp2(m_i - m_new)
-        acc, l_i, m_i = acc * shrink + tl.sum(p[:, None] * v, 0), l_i * shrink + tl.sum(p, 0), m_new
+        p = tl.exp2(scores - m_new)
+        shrink = tl.exp2(m_i - m_new)
+        acc = acc * shrink + tl.sum(p[:, None] * v, 0)
+        l_i = l_i * shrink + tl.sum(p, 0)
+        m_i = m_new
     if SPLITS == 1:
-        tl.store(out_ptr + task * D + d, acc / tl.maximum(l_i, 1e-30), mask=real)
+        tl.store(out_ptr + task * D + d, acc / tl.maximum(l_i, 1e-30), mask=real)      # 0 for a row without keys
     else:
         tl.store(parts + (task * SPLITS + split) * D + d, acc, mask=real)
         tl.store(peaks + (task * SPLITS + split) * 2, l_i)
@@ -366,15 +389,18 @@ def _combine_kernel(parts, peaks, out_ptr, SPLITS: tl.constexpr, D: tl.constexpr
                     EARLY: tl.constexpr):
     """The splits of one row and head -> its output. A split without keys has the sum 0."""
     _wait(EARLY)
-    task, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    l_i, m_i = tl.load(peaks + (task * SPLITS + s) * 2), tl.load(peaks + (task * SPLITS + s) * 2 + 1)
-    acc = tl.load(parts + (task * SPLITS + s)[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
+    task = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    part = task * SPLITS + tl.arange(0, SPLITS)
+    l_i = tl.load(peaks + part * 2)
+    m_i = tl.load(peaks + part * 2 + 1)
+    acc = tl.load(parts + part[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
     weight = tl.where(l_i > 0, tl.exp2(m_i - tl.max(m_i, 0)), 0.0)
     out = tl.sum(acc * weight[:, None], 0) / tl.maximum(tl.sum(l_i * weight, 0), 1e-30)
     tl.store(out_ptr + task * D + d, out, mask=d < D)
 
 
-def splits_for(tasks, most_keys, programs=528, least_keys=64):
+def splits_for(tasks: int, most_keys: int, programs: int = 528, least_keys: int = 64) -> int:
     """Into how many splits, a power of 2, the keys go: enough programs for four on each of an H200's processors."""
     splits = 1
     while splits * tasks < programs and splits * least_keys < most_keys:
@@ -382,13 +408,15 @@ def splits_for(tasks, most_keys, programs=528, least_keys=64):
     return splits
 
 
-def paged_attention(q, k_pool, v_pool, page_table, lengths, page_size=16, scale=None, new=None, splits=None,
-                    config=None):
+def paged_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor, lengths: Tensor, page_size: int = 16,
+                    scale: float | None = None, new: tuple[Tensor, Tensor] | None = None,
+                    splits: int | None = None) -> Tensor:
     """One query a row over the keys in its pages: q (B, H, D), pools (H, slots, D) -> (B, H, D).
 
     page_table (B, P) int32, the pages of each row in order; lengths (B) int32, how many keys each has stored: no
     slot beyond is read. new: (k, v), (B, H, D) each, of the queries' own tokens: they are stored at position
-    lengths[row], and attended to as well; a row of length -1 is skipped. Source: Dao et al. 2023, "Flash-Decoding".
+    lengths[row], and attended to as well; a row of length -1 is skipped. splits: among how many programs the keys of
+    a row and head are shared out. Raises UserError. Source: Dao et al. 2023, "Flash-Decoding".
     """
     B, H, D = q.shape
     scale = D ** -0.5 if scale is None else scale
@@ -399,18 +427,20 @@ def paged_attention(q, k_pool, v_pool, page_table, lengths, page_size=16, scale=
     out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
     parts = torch.empty((B * H, splits, D) if splits > 1 else 0, dtype=torch.float32, device=q.device)
     peaks = torch.empty((B * H, splits, 2) if splits > 1 else 0, dtype=torch.float32, device=q.device)
-    k, v = new or (q, q)
-    BLOCK_N, warps = config or (16, 1)
+    k, v = new or (q, q)                                             # not read where there is nothing new
     _paged_kernel[(B * H, splits)](
-        q, k, v, k_pool, v_pool, page_table, lengths, out, parts, peaks, scale * LOG2_E, H, *q.stride()[:2],
-        *k.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], page_table.stride(0), lengths.stride(0),
-        new is not None, splits, D, BLOCK_N, power_of_2(D), page_size, num_warps=warps, **early(q))
+        q, k, v, k_pool, v_pool, page_table, lengths, out, parts, peaks, scale=scale * LOG2_E, H=H,
+        **strides("q", "bh", q), **strides("n", "bh", k), **strides("k", "hs", k_pool), **strides("v", "hs", v_pool),
+        stride_table=page_table.stride(0), stride_lengths=lengths.stride(0), HAS_NEW=new is not None, SPLITS=splits,
+        D=D, BLOCK_N=16, BLOCK_D=power_of_2(D), PAGE=page_size, num_warps=1, **launch_options(q.device))
     if splits > 1:
-        _combine_kernel[(B * H,)](parts, peaks, out, splits, D, power_of_2(D), num_warps=1, **early(q))
+        _combine_kernel[(B * H,)](parts, peaks, out, SPLITS=splits, D=D, BLOCK_D=power_of_2(D), num_warps=1,
+                                  **launch_options(q.device))
     return out
 
 
-def check_paged_inputs(q, k_pool, v_pool, page_table, lengths, scale, new, splits):
+def check_paged_inputs(q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor, lengths: Tensor, scale: float,
+                       new: tuple[Tensor, Tensor] | None, splits: int | None) -> None:
     """Raises UserError for what the kernel would read wrongly."""
     tensors = [q, k_pool, v_pool, page_table, *(new or ())]
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in tensors) or (new and new[0].stride() != new[1].stride()):
@@ -422,28 +452,35 @@ def check_paged_inputs(q, k_pool, v_pool, page_table, lengths, scale, new, split
         raise engine.UserError(f"splits must be a power of 2, not {splits}")
 
 
-def paged_attention_twin(q, k_pool, v_pool, page_table, lengths, page_size, scale, new):
+def paged_attention_twin(q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor, lengths: Tensor, page_size: int,
+                         scale: float, new: tuple[Tensor, Tensor] | None) -> Tensor:
+    """paged_attention in plain torch, row by row."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for row, length in enumerate(lengths.tolist()):
-        if new and length >= 0:
-            slot = slots_of(page_table[row], length + 1, page_size)[-1]
-            k_pool[:, slot], v_pool[:, slot] = new[0][row], new[1][row]
-        slots = slots_of(page_table[row], length + (new is not None), page_size)
+        slots = row_slots(page_table[row], length + (new is not None), page_size)
         if len(slots):
+            if new:
+                k_pool[:, slots[-1]] = new[0][row]
+                v_pool[:, slots[-1]] = new[1][row]
             k, v = k_pool[:, slots][None], v_pool[:, slots][None]
             out[row] = engine.attention(q[row][None, :, None], k, v, scale)[0, :, 0]
     return out
 
 
 # ---------------------------------------------------------------------------------------------------
-# Products of few rows: each weight is read once, so what stands around the product is done on the way.
+# Products of few rows: reading the weight is what takes the time, so the same kernel also does what stands around the
+# product (LayerNorm, activation, residual).
+
+TWO_SQRT_2_OVER_PI = tl.constexpr(2 * math.sqrt(2 / math.pi))
+SQRT_HALF = tl.constexpr(math.sqrt(0.5))
+
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "gelu_new":  # 0.5 (1 + tanh u) is the sigmoid of 2 u
-        x = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    if ACTIVATION == "gelu_new":  # 0.5 (1 + tanh u) is the sigmoid of 2 u; u = sqrt(2 / pi) (x + 0.044715 x^3)
+        x = x / (1 + tl.exp((x + 0.044715 * x * x * x) * -TWO_SQRT_2_OVER_PI))
     elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+        x = 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
     elif ACTIVATION == "relu":
         x = tl.maximum(x, 0.0)
     return x
@@ -452,50 +489,55 @@ def _activate(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def _normed(x, inside, gain, shift, eps, K: tl.constexpr):
     """LayerNorm over the last dimension; x is 0 where not inside."""
-    off = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / K, 0.0)
-    return off * tl.rsqrt(tl.sum(off * off, 1, keep_dims=True) / K + eps) * gain + shift
+    centred = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / K, 0.0)
+    return centred * tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / K + eps) * gain + shift
 
 
 @triton.jit
 def _norm_kernel(x_ptr, weight, bias, out_ptr, eps, K: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    """LayerNorm of one row of K; WIDTH is K's power of 2."""
     k = tl.arange(0, WIDTH)[None, :]
-    gain, shift = tl.load(weight + k, mask=k < K, other=0.0), tl.load(bias + k, mask=k < K, other=0.0)
+    gain = tl.load(weight + k, mask=k < K, other=0.0)
+    shift = tl.load(bias + k, mask=k < K, other=0.0)
     _wait(EARLY)
     at = tl.program_id(0).to(tl.int64) * K + k
     x = tl.load(x_ptr + at, mask=k < K, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, _normed(x, k < K, gain.to(tl.float32), shift.to(tl.float32), eps, K), mask=k < K)
 
 
-def layer_norm(x, norm):
+def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     """LayerNorm over the last dimension of x; torch's own takes twice the time for rows of 768."""
     if not uses_kernels(x):
         return norm(x)
-    x, K = x.contiguous(), x.shape[-1]
+    x = x.contiguous()
+    K = x.shape[-1]
     out = torch.empty_like(x)
-    _norm_kernel[(x.numel() // K,)](x, norm.weight, norm.bias, out, norm.eps, K, power_of_2(K), num_warps=2, **early(x))
+    _norm_kernel[(x.numel() // K,)](x, norm.weight, norm.bias, out, norm.eps, K=K, WIDTH=power_of_2(K), num_warps=2,
+                                    **launch_options(x.device))
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _linear_kernel(x_ptr, weight, bias, norm_weight, norm_bias, residual, out_ptr, eps, rows, N,
+@triton.jit(do_not_specialize=["n_rows"])
+def _linear_kernel(x_ptr, weight, bias, norm_weight, norm_bias, residual, out_ptr, eps, n_rows, N,
                    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
                    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, EARLY: tl.constexpr):
     """BLOCK_N outputs of all rows, one row after another: activation(LayerNorm(x) weight^T + bias) + residual.
-
-    x (rows, K), weight (N, K), out and residual (rows, N), all contiguous; WIDTH is K's power of 2.
+    x (n_rows, K), weight (N, K), out and residual (n_rows, N), all contiguous; WIDTH is K's power of 2.
     """
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)[None, :]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, WIDTH)[None, :]
     inside = k < K
     w = tl.load(weight + n.to(tl.int64)[:, None] * K + k, mask=(n < N)[:, None] & inside, other=0.0)
     b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32) if BIAS else 0.0
     if NORM:
-        gain, shift = tl.load(norm_weight + k, mask=inside, other=0.0), tl.load(norm_bias + k, mask=inside, other=0.0)
-    _wait(EARLY)
-    for row in tl.range(0, rows):
+        gain = tl.load(norm_weight + k, mask=inside, other=0.0)
+        shift = tl.load(norm_bias + k, mask=inside, other=0.0)
+    _wait(EARLY)                                                     # the weights lie in registers by now
+    for row in tl.range(0, n_rows):
         x = tl.load(x_ptr + row * K + k, mask=inside, other=0.0)
         if NORM:
             normed = _normed(x.to(tl.float32), inside, gain.to(tl.float32), shift.to(tl.float32), eps, K)
-            x = normed.to(x.dtype)
+            x = normed.to(x.dtype)                                   # rounded as the plain model rounds it
         out = _activate(tl.sum(w.to(tl.float32) * x.to(tl.float32), 1) + b, ACTIVATION)
         at = row * N + n.to(tl.int64)
         if RESIDUAL:
@@ -506,28 +548,29 @@ def _linear_kernel(x_ptr, weight, bias, norm_weight, norm_bias, residual, out_pt
 FUSED_ROWS = 4  # up to how many rows the fused kernel is faster than cuBLAS with the parts around it
 
 
-def fused_linear(x, linear, norm=None, activation="", residual=None, dtype=None, config=None):
+def fused_linear(x: Tensor, linear: nn.Module, norm: nn.LayerNorm | None = None, activation: str = "",
+                 residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """activation(LayerNorm(x) weight^T + bias) + residual: x (..., in) -> (..., out), one kernel where rows are few.
 
     linear: an engine.Linear; norm: a nn.LayerNorm or None; activation: a name of engine.ACTIVATIONS or "";
     residual (..., out) or None; dtype: the result's, x's by default.
     """
     N, K = linear.weight.shape
-    rows = x.numel() // K
-    if rows > FUSED_ROWS or not uses_kernels(x):
+    n_rows = x.numel() // K
+    if n_rows > FUSED_ROWS or not uses_kernels(x):
         return linear_twin(layer_norm(x, norm) if norm else x, linear, None, activation, residual, dtype)
     x = x.contiguous()
     out = torch.empty(*x.shape[:-1], N, dtype=dtype or x.dtype, device=x.device)
-    BLOCK_N, warps = config or linear_config(N, K)
+    BLOCK_N, warps = linear_config(N, K)
     _linear_kernel[(triton.cdiv(N, BLOCK_N),)](
         x, linear.weight, linear.bias, norm and norm.weight, norm and norm.bias,
-        None if residual is None else residual.contiguous(), out, norm.eps if norm else 0.0, rows, N, K,
-        power_of_2(K), BLOCK_N, linear.bias is not None, norm is not None, activation, residual is not None,
-        num_warps=warps, **early(x))
+        None if residual is None else residual.contiguous(), out, eps=norm.eps if norm else 0.0, n_rows=n_rows, N=N,
+        K=K, WIDTH=power_of_2(K), BLOCK_N=BLOCK_N, BIAS=linear.bias is not None, NORM=norm is not None,
+        ACTIVATION=activation, RESIDUAL=residual is not None, num_warps=warps, **launch_options(x.device))
     return out
 
 
-def linear_config(N, K):
+def linear_config(N: int, K: int) -> tuple[int, int]:
     """(BLOCK_N, warps), measured on an H200 over the shapes of GPT-2, us in a chain of launches:
     N, K            2304, 768   768, 768   3072, 768   768, 3072   50257, 768
     best                  2.4        1.7         2.6         2.5         24.7
@@ -536,36 +579,76 @@ def linear_config(N, K):
     return (4, 1) if K <= 1024 else (2, 8)
 
 
-def linear_twin(x, linear, norm=None, activation="", residual=None, dtype=None):
+def linear_twin(x: Tensor, linear: nn.Module, norm: nn.LayerNorm | None = None, activation: str = "",
+                residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """fused_linear in plain torch."""
     x = linear(norm(x) if norm else x)
     x = engine.ACTIVATIONS[activation](x) if activation else x
     return (x if residual is None else x + residual).to(dtype or x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------
-# Sampling. What a row asks for stands in its record; the meaning and the random numbers are engine.sample's.
+# Both ends of a step: embeddings of the tokens, and sampling. What a row asks for stands in its record; what the
+# parameters mean and the random numbers are sampling.py's.
+
+# The same for kernels, which read no global that is not a constexpr.
+(SLOT_FIELD, LENGTH_FIELD, TOKEN_FIELD, KEY_FIELD, KEY2_FIELD, TOP_K_FIELD, FLAGS_FIELD, TEMPERATURE_FIELD, TOP_P_FIELD,
+ MIN_P_FIELD, REPETITION_FIELD, FREQUENCY_FIELD, PRESENCE_FIELD) = map(tl.constexpr, range(FIELDS))
+BIASED_FLAG, PENALISED_FLAG, NO_END_FLAG, IN_PROMPT_COUNT = map(tl.constexpr, (
+    sampling.BIASED, sampling.PENALISED, sampling.NO_END, sampling.IN_PROMPT))
+
+HASH_GOLDEN, HASH_1, HASH_2 = map(tl.constexpr, (sampling.HASH_GOLDEN, sampling.HASH_1, sampling.HASH_2))
+FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def _float_field(record, at: tl.constexpr):
+    return tl.load(record + at).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _embed_kernel(records, last_token, wte, wpe, out_ptr, stride_records, C: tl.constexpr, BLOCK: tl.constexpr,
+                  EARLY: tl.constexpr):
+    """The embedding of one row's token at its position."""
+    _wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    record = records + row * stride_records
+    slot = tl.load(record + SLOT_FIELD)
+    position = tl.load(record + LENGTH_FIELD)
+    token = tl.load(record + TOKEN_FIELD)
+    token = tl.where(token < 0, tl.load(last_token + slot), token).to(tl.int64)
+    x = tl.load(wte + token * C + c, mask=c < C, other=0.0).to(tl.float32)
+    x += tl.load(wpe + tl.maximum(position, 0) * C + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * C + c, x, mask=c < C)
+
+
+def embed(records: Tensor, last_token: Tensor, wte: Tensor, wpe: Tensor) -> Tensor:
+    """The embeddings (B, C) of the tokens that records (B, fields) name, at their positions; a token of -1 is the one
+    that was sampled last in the record's slot."""
+    if not uses_kernels(wte):
+        known = records[:, sampling.TOKEN]
+        token = torch.where(known < 0, last_token[records[:, sampling.SLOT]], known)
+        return wte[token].float() + wpe[records[:, sampling.LENGTH].clamp(min=0)].float()
+    B, C = len(records), wte.shape[1]
+    out = torch.empty(B, C, dtype=wte.dtype, device=wte.device)
+    _embed_kernel[(B,)](records, last_token, wte, wpe, out, records.stride(0), C=C, BLOCK=power_of_2(C),
+                        **launch_options(out.device))
+    return out
+
 
 @triton.jit
 def _noise(token, first, second):
-    """engine.exponential_noise: exponentially distributed, a hash of token and key."""
-    x = token.to(tl.uint32) * 0x9E3779B9 + first
+    """Exponentially distributed: an integer hash of the token and of the two halves of its row's noise key."""
+    x = token.to(tl.uint32) * HASH_GOLDEN + first
     x ^= x >> 16
-    x *= 0x7FEB352D
+    x *= HASH_1
     x ^= (x >> 15) ^ second
-    x *= 0x846CA68B
+    x *= HASH_2
     x ^= x >> 16
-    u = tl.minimum(((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 1 - 5.960464477539063e-08)
+    u = tl.minimum(((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 2**-31, 1 - 2**-24)       # uniform, between 0 and 1
     w = 1 - u                                                        # log1p(-u) without its loss of digits
     return tl.where(w == 1, u, -tl.log(w) * u / (1 - w))
-
-
-# What one row's step is about, as the GPU gets it: a line of these 32-bit fields, then the row's page ids.
-RECORD = np.dtype([(name, kind) for kind, names in (
-    (np.int32, "slot length token key key2 top_k flags"),
-    (np.float32, "temperature top_p min_p repetition frequency presence")) for name in names.split()])
-SLOT, LENGTH, TOKEN = 0, 1, 2
-FIELDS = len(RECORD.names)
-BIASED, PENALISED, NO_END = 1, 2, 4                                  # flags; no end before min_tokens
 
 
 @triton.jit
@@ -573,12 +656,14 @@ def _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency
     """The logits of some tokens after bias, minimum length and penalties; -inf beyond the vocabulary."""
     z = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
     if flags > 0:
-        z += tl.load(bias + token, mask=token < V * (flags % 2), other=0.0)
-        z = tl.where((token == eos) & (flags >= 4), -float("inf"), z)
-        seen = tl.load(counts + token, mask=token < V * (flags // 2 % 2), other=0)     # output + 65536 if in the prompt
+        bias_end = tl.where((flags & BIASED_FLAG) != 0, V, 0)        # without the flag no token is below the end
+        counts_end = tl.where((flags & PENALISED_FLAG) != 0, V, 0)
+        z += tl.load(bias + token, mask=token < bias_end, other=0.0)
+        z = tl.where((token == eos) & ((flags & NO_END_FLAG) != 0), -float("inf"), z)
+        seen = tl.load(counts + token, mask=token < counts_end, other=0)
         penalised = tl.where(z > 0, z / repetition, z * repetition)
-        z = tl.where(seen > 0, tl.minimum(tl.maximum(penalised, -3.4028234e38), 3.4028234e38), z)
-        made = seen % 65536
+        z = tl.where(seen > 0, tl.minimum(tl.maximum(penalised, -FLOAT32_MAX), FLOAT32_MAX), z)
+        made = seen % IN_PROMPT_COUNT                                # how often in the output
         z = tl.where(made > 0, z - (made * frequency + presence), z)
     return z
 
@@ -590,16 +675,15 @@ def _weight(p, bits, least, MASS: tl.constexpr):
 
 
 @triton.jit
-def _keep_most(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """Zeroes all but the most likely tokens that together reach the target, a mass or a number of tokens.
-
-    The bits of positive floats order as they do, so the least one kept is found two bits a pass. Of equally likely
-    ones the first are kept.
+def _least_kept(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """The bits of the largest probability p such that the tokens of at least p together reach the target.
+    The bits of positive floats order as they do, so p is found from the top, two bits a pass over the vocabulary.
     """
     cut = 0
     for shift in tl.range(28, -1, -2):
-        one = tl.zeros((BLOCK,), tl.float32)
-        two, three = one, one
+        one = tl.zeros((BLOCK,), tl.float32)                         # what counts if the two bits are 1, 2 or 3
+        two = one
+        three = one
         for lo in tl.range(0, V, BLOCK):
             token = lo + tl.arange(0, BLOCK)
             p = tl.load(probs + token, mask=token < V, other=0.0)
@@ -609,6 +693,15 @@ def _keep_most(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.con
             three += _weight(p, bits, cut + (3 << shift), MASS)
         cut += ((tl.sum(one) >= target).to(tl.int32) + (tl.sum(two) >= target).to(tl.int32)
                 + (tl.sum(three) >= target).to(tl.int32)) << shift
+    return cut
+
+
+@triton.jit
+def _keep_most(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """Zeroes all but the most likely tokens that together reach the target, a mass or a number of tokens.
+    Of those as likely as the least likely one that is kept, only as many stay as are needed, the first ones.
+    """
+    cut = _least_kept(probs, target, V, BLOCK, MASS)
     above = tl.zeros((BLOCK,), tl.float32)
     for lo in tl.range(0, V, BLOCK):
         token = lo + tl.arange(0, BLOCK)
@@ -628,26 +721,51 @@ def _keep_most(probs, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.con
 
 
 @triton.jit
-def _field(record, at: tl.constexpr, kind: tl.constexpr = tl.float32):
-    return tl.load(record + at).to(kind, bitcast=True)
+def _draw(probs, record, total, V: tl.constexpr, BLOCK: tl.constexpr):
+    """A token by its probability, after top_k and top_p: sampling.draw. total: the sums of a block's lanes of probs."""
+    top_k = tl.load(record + TOP_K_FIELD)
+    top_p = _float_field(record, TOP_P_FIELD)
+    first = tl.load(record + KEY_FIELD).to(tl.uint32, bitcast=True)
+    second = tl.load(record + KEY2_FIELD).to(tl.uint32, bitcast=True)
+    if top_k < V:
+        _keep_most(probs, top_k.to(tl.float32), V, BLOCK, False)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for lo in tl.range(0, V, BLOCK):
+            token = lo + tl.arange(0, BLOCK)
+            total += tl.load(probs + token, mask=token < V, other=0.0)
+    if top_p < 1:
+        _keep_most(probs, top_p * tl.sum(total), V, BLOCK, True)
+    best = tl.full((BLOCK,), -1.0, tl.float32)
+    best_at = tl.zeros((BLOCK,), tl.int32)
+    for lo in tl.range(0, V, BLOCK):
+        token = lo + tl.arange(0, BLOCK)
+        p = tl.load(probs + token, mask=token < V, other=0.0)
+        score = tl.where(token < V, p / _noise(token, first, second), -1.0)
+        best_at = tl.where(score > best, token, best_at)
+        best = tl.where(score > best, score, best)
+    return tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
 
 
 @triton.jit
 def _sample_kernel(logits, records, last_token, counts, bias, probs, out_ptr, eos, stride_logits, stride_records,
                    V: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """One row's next token; -1 where its largest logit is not finite."""
+    """One row's next token; -1 where its largest logit is not finite. probs (B, V) is the kernel's own memory."""
     _wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    records += row * stride_records
-    slot, top_k, flags = tl.load(records).to(tl.int64), tl.load(records + 5), tl.load(records + 6)
-    first, second = _field(records, 3, tl.uint32), _field(records, 4, tl.uint32)
-    temperature, top_p, min_p = _field(records, 7), _field(records, 8), _field(records, 9)
-    repetition, frequency, presence = _field(records, 10), _field(records, 11), _field(records, 12)
+    record = records + row * stride_records
+    slot = tl.load(record + SLOT_FIELD).to(tl.int64)
+    flags = tl.load(record + FLAGS_FIELD)
+    temperature = _float_field(record, TEMPERATURE_FIELD)
+    min_p = _float_field(record, MIN_P_FIELD)
+    repetition = _float_field(record, REPETITION_FIELD)
+    frequency = _float_field(record, FREQUENCY_FIELD)
+    presence = _float_field(record, PRESENCE_FIELD)
     logits += row * stride_logits
     probs += row * V
     counts += slot * V
     bias += slot * V
-    best, best_at = tl.full((BLOCK,), -float("inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)              # each lane's best, of a token in every block
+    best_at = tl.zeros((BLOCK,), tl.int32)
     nans = tl.zeros((BLOCK,), tl.int32)
     for lo in tl.range(0, V, BLOCK):
         token = lo + tl.arange(0, BLOCK)
@@ -663,28 +781,13 @@ def _sample_kernel(logits, records, last_token, counts, bias, probs, out_ptr, eo
         for lo in tl.range(0, V, BLOCK):
             token = lo + tl.arange(0, BLOCK)
             z = _processed(logits, bias, counts, token, V, eos, flags, repetition, frequency, presence)
-            p = tl.exp((z - largest) / temperature)
+            p = tl.exp((z - largest) / temperature)                  # over the largest: 1 is the most likely token's
             p = tl.where(p >= min_p, p, 0.0)
             tl.store(probs + token, p, mask=token < V)
             total += p
-        tl.debug_barrier()
-        if top_k < V:
-            _keep_most(probs, top_k.to(tl.float32), V, BLOCK, False)
-            total = tl.zeros((BLOCK,), tl.float32)
-            for lo in tl.range(0, V, BLOCK):
-                token = lo + tl.arange(0, BLOCK)
-                total += tl.load(probs + token, mask=token < V, other=0.0)
-        if top_p < 1:
-            _keep_most(probs, top_p * tl.sum(total), V, BLOCK, True)
-        best, best_at = tl.full((BLOCK,), -1.0, tl.float32), tl.zeros((BLOCK,), tl.int32)
-        for lo in tl.range(0, V, BLOCK):
-            token = lo + tl.arange(0, BLOCK)
-            p = tl.load(probs + token, mask=token < V, other=0.0)
-            score = tl.where(token < V, p / _noise(token, first, second), -1.0)
-            best_at = tl.where(score > best, token, best_at)
-            best = tl.where(score > best, score, best)
-        chosen = tl.min(tl.where(best == tl.max(best, 0), best_at, V), 0)
-    if good & (flags // 2 % 2 == 1):
+        tl.debug_barrier()                                           # probs are read by other threads than wrote them
+        chosen = _draw(probs, record, total, V, BLOCK)
+    if good & ((flags & PENALISED_FLAG) != 0):
         tl.store(counts + chosen, tl.load(counts + chosen) + 1)
     tl.store(last_token + slot, chosen)
     tl.store(out_ptr + row, tl.where(good, chosen, -1))
@@ -694,22 +797,24 @@ def _sample_kernel(logits, records, last_token, counts, bias, probs, out_ptr, eo
 class SamplerState:
     """What the sampler keeps on the device between steps, a line for each of a scheduler's slots.
 
-    last_token (slots) int32; counts (slots, V) int32: how often a token stands in the output, + 65536 if it does
-    in the prompt; bias (slots, V) float32. Lines of counts and bias are valid where a record's flags say so.
+    last_token (slots) int32; counts (slots, V) int32: how often a token stands in the output, and IN_PROMPT more if it
+    does in the prompt; bias (slots, V) float32. Lines of counts and bias are valid where a record's flags say so.
     """
 
-    last_token: torch.Tensor
-    counts: torch.Tensor
-    bias: torch.Tensor
+    last_token: Tensor
+    counts: Tensor
+    bias: Tensor
 
     @classmethod
-    def new(cls, slots, V, device):
+    def new(cls, slots: int, V: int, device: torch.device | str) -> "SamplerState":
+        """All zeros."""
         return cls(torch.zeros(slots, dtype=torch.int32, device=device),
                    torch.zeros(slots, V, dtype=torch.int32, device=device), torch.zeros(slots, V, device=device))
 
-    def load(self, slot, request):
+    def load(self, slot: int, request: "engine.Request") -> None:
         """Take over a request's bias, and the tokens it has so far."""
-        device, params = self.counts.device, request.params
+        device = self.counts.device
+        params = request.params
         if params.logit_bias:
             values = np.array(list(params.logit_bias.values()), np.float32).view(np.int32)
             ids, values = upload([np.array(list(params.logit_bias)), values], device)
@@ -717,52 +822,24 @@ class SamplerState:
         if params.penalises:
             output, prompt = upload([np.array(request.output_ids, int), np.array(request.prompt_ids)], device)
             counts = self.counts[slot].zero_().index_add_(0, output, torch.ones_like(output))
-            counts[prompt] += 65536                                  # once, however often it stands there
+            counts[prompt] += sampling.IN_PROMPT                              # once, however often it stands there
 
 
-def sample(logits, records, state, eos):
-    """engine.sample on the device: logits (B, V) and a record a row -> token ids (B) int32, -1 for a failed row.
+def sample(logits: Tensor, records: Tensor, state: SamplerState, eos: int) -> Tensor:
+    """sampling.sample on the device: logits (B, V) and a record a row -> token ids (B) int32, -1 for a failed row.
 
     The tokens are also noted in `state`: the next step may begin before anybody has read them.
     """
     B, V = logits.shape
     if not uses_kernels(logits):
-        return sample_twin(logits, records, state, eos)
+        return sampling.sample_records(logits, records, state, eos)
     out = torch.empty(B, dtype=torch.int32, device=logits.device)
     probs = torch.empty(B, V, dtype=torch.float32, device=logits.device)
     BLOCK, warps = (8192, 16) if V > 4096 else (power_of_2(V), 4)
     _sample_kernel[(B,)](logits, records, state.last_token, state.counts, state.bias, probs, out, eos,
-                         logits.stride(0), records.stride(0), V, BLOCK, num_warps=warps,
-                         **early(logits))
+                         stride_logits=logits.stride(0), stride_records=records.stride(0), V=V, BLOCK=BLOCK,
+                         num_warps=warps, **launch_options(logits.device))
     return out
-
-
-def sample_twin(logits, records, state, eos):
-    V, fields = logits.shape[1], records[:, :FIELDS].contiguous().cpu().numpy().view(RECORD)[:, 0]
-    slots = torch.from_numpy(fields["slot"]).long()
-
-    def column(name):
-        return torch.from_numpy(fields[name].copy())[:, None]
-
-    flags, z = column("flags"), logits.float()
-    z = z + torch.where(flags & BIASED > 0, state.bias[slots], 0)
-    z[:, eos] = torch.where(flags[:, 0] & NO_END > 0, -math.inf, z[:, eos])
-    seen = torch.where(flags & PENALISED > 0, state.counts[slots], 0)
-    penalised = torch.where(z > 0, z / column("repetition"), z * column("repetition"))
-    z = torch.where(seen > 0, penalised.clamp(torch.finfo().min, torch.finfo().max), z)
-    z = torch.where(seen % 65536 > 0, z - (seen % 65536 * column("frequency") + column("presence")), z)
-    largest, tokens = z.max(-1)
-    good = largest.isfinite()
-    probs = torch.softmax((z - largest[:, None]) / column("temperature").clamp(1e-30), -1)
-    limits = [SimpleNamespace(**{name: line[name].item() for name in ("top_k", "top_p", "min_p")}) for line in fields]
-    rows = [i for i, p in enumerate(limits) if good[i] and (p.top_k < V or p.top_p < 1 or p.min_p > 0)]
-    if rows:
-        probs[rows] = engine.truncate(probs[rows], tokens[rows], [limits[i] for i in rows])
-    drawn = engine.draw(probs, torch.stack([column("key"), column("key2")], -1)[:, 0].tolist())
-    tokens = torch.where(column("temperature")[:, 0] > 0, drawn, tokens).int()
-    state.last_token[slots] = tokens
-    state.counts[slots, tokens.long()] += (good & (flags[:, 0] & PENALISED > 0)).int()
-    return torch.where(good, tokens, -1)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -771,11 +848,12 @@ def sample_twin(logits, records, state, eos):
 class FlashBlock(engine.Block):
     """The same block, with what stands around each product done in one kernel with it."""
 
-    def __init__(self, config, layer, linear=engine.Linear):
+    def __init__(self, config: engine.GPT2Config, layer: int, linear: type[engine.Linear] = engine.Linear):
         super().__init__(config, layer, linear)
         self.activation = config.activation_function
 
-    def forward(self, x, kv):
+    def forward(self, x: Tensor, kv: engine.KV) -> Tensor:
+        """x (B, T, C) -> what follows it (B, T, C)."""
         attn, mlp = self.attn, self.mlp
         attended = attn.attend(fused_linear(x, attn.c_attn, self.ln_1), kv)            # (B, T, C)
         x = fused_linear(attended, attn.c_proj, residual=x)
@@ -786,10 +864,10 @@ class FlashBlock(engine.Block):
 class FlashLinear(engine.Linear):
     """A projection. padded: a head's weight with rows up to a multiple of 8: cuBLAS is 5 times as fast by it."""
 
-    padded = None
+    padded: Tensor | None = None
 
 
-def flash_head(x, norm, linear):
+def flash_head(x: Tensor, norm: nn.LayerNorm, linear: FlashLinear) -> Tensor:
     """The logits (B, T, V) float32 of x (B, T, C): engine.head, with sums in float32, not rounded in between."""
     (B, T, _), V = x.shape, len(linear.weight)
     if linear.padded is None or B * T <= FUSED_ROWS:
@@ -798,131 +876,116 @@ def flash_head(x, norm, linear):
     return torch.mm(normed, linear.padded.t(), out_dtype=torch.float32)[:, :V].view(B, T, V)
 
 
-def pack(model):
+def pack(model: engine.GPT2) -> None:
     """Take the weights as they are now: on a GPU in 16 bits, the head's are padded."""
     weight = model.lm_head.weight
     in_16_bits = weight.is_cuda and weight.dtype != torch.float32
-    model.lm_head.padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 8)) if in_16_bits else None
+    model.lm_head.padded = nn.functional.pad(weight, (0, 0, 0, -len(weight) % 8)) if in_16_bits else None
 
 
 class RowsKV(engine.KV):
     """Rows whose places in the pool lie in fixed tensors, so that a graph can be captured over it. It only attends."""
 
-    def __init__(self, cache):
+    def __init__(self, cache: "FlashCache"):
         self.cache = cache
 
-    def attend(self, layer, q, k, v, scale):
-        (B, H, T, D), dtype, cache = q.shape, q.dtype, self.cache
-        q, k, v = (x.transpose(1, 2).reshape(B * T, H, D).to(cache.k.dtype) for x in (q, k, v))  # rows end to end
-        out = self.attend_rows(q, k, v, cache.k[layer], cache.v[layer], scale)
-        return out.view(B, T, H, D).transpose(1, 2).to(dtype)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Rows end to end, as `_attend_rows` takes them."""
+        B, H, T, D = q.shape
+        rows = [x.transpose(1, 2).reshape(B * T, H, D).to(self.cache.k.dtype) for x in (q, k, v)]
+        out = self._attend_rows(*rows, self.cache.k[layer], self.cache.v[layer], scale)
+        return out.view(B, T, H, D).transpose(1, 2).to(q.dtype)
+
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, scale: float) -> Tensor:
+        """Store k and v (N, H, D) in the pools (H, slots, D), and attend: q (N, H, D) -> (N, H, D)."""
+        raise NotImplementedError
 
 
 class PromptKV(RowsKV):
     """Rows of any number of new tokens, which go through the flash kernel."""
 
-    def __init__(self, cache, rows):
+    def __init__(self, cache: "FlashCache", batch: Batch):
         super().__init__(cache)
-        self.rows = rows
+        self.batch = batch
 
-    def attend_rows(self, q, k, v, k_pool, v_pool, scale):
-        store(k, v, k_pool, v_pool, self.rows.slots)
-        return paged_flash_attention(q, k_pool, v_pool, self.rows, scale)
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, scale: float) -> Tensor:
+        store(k, v, k_pool, v_pool, self.batch.slots)
+        return paged_flash_attention(q, k_pool, v_pool, self.batch, scale, self.cache.page_size)
 
 
 class DecodeKV(RowsKV):
     """Rows of one new token each, whose keys are split. table (B, P), lengths (B) tokens stored; -1: no row."""
 
-    def __init__(self, cache, table, lengths):
+    def __init__(self, cache: "FlashCache", table: Tensor, lengths: Tensor):
         super().__init__(cache)
-        self.table, self.lengths = table, lengths
+        self.table = table
+        self.lengths = lengths
 
-    def attend_rows(self, q, k, v, k_pool, v_pool, scale):
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, scale: float) -> Tensor:
         return paged_attention(q, k_pool, v_pool, self.table, self.lengths, self.cache.page_size, scale, (k, v))
 
 
 class FlashKV(engine.PagedKV):
     """Some sequences of a pool on the GPU."""
 
-    def plan(self, positions):
-        cache, stored, pages = self.cache, [t.length for t in self.tables], [t.pages for t in self.tables]
-        arrays = plan_rows(stored, self.counts, pages, cache.page_size, block_m(cache), None)
-        rows = Rows(*upload(arrays, cache.k.device), cache.page_size)
+    def prepare(self, plan: RowPlan) -> Tensor:
+        """The plan on the device. -> its positions (N)."""
+        batch = Batch(*upload(batch_arrays(plan, self.cache.BLOCK_M), self.cache.k.device))
         single = max(self.counts) == 1
-        self.rows = DecodeKV(cache, rows.table, rows.positions) if single else PromptKV(cache, rows)
-        return rows.positions
-
-    def attend(self, layer, q, k, v, scale):
-        return self.rows.attend(layer, q, k, v, scale)
+        rows = DecodeKV(self.cache, batch.table, batch.positions) if single else PromptKV(self.cache, batch)
+        self.attend = rows.attend
+        return batch.positions
 
 
 class FlashCache(engine.PagedKVCache):
     """A pool whose pages the kernels read, in the weights' dtype on every device."""
 
+    @property
+    def BLOCK_M(self) -> int:
+        """How many queries a tile of paged_flash_attention has."""
+        return flash_config(self.k.shape[-1], self.k.dtype, 0)[0]
+
     @staticmethod
-    def dtype_beside(weight):
+    def dtype_beside(weight: Tensor) -> torch.dtype:
+        """The weights'."""
         return weight.dtype
 
-    def new_kv(self, tables=None, counts=None):
+    def new_kv(self, tables: list | None = None, counts: list[int] | None = None) -> FlashKV:
+        """A place for some sequences of this pool; see engine.PagedKV."""
         return FlashKV(self, tables, counts)
-
-
-def block_m(cache):
-    """How many queries a tile of paged_flash_attention has."""
-    return flash_config(cache.k.shape[-1], cache.k.dtype, 0)[0]
-
-
-@triton.jit
-def _embed_kernel(records, last_token, wte, wpe, out_ptr, stride_records, C: tl.constexpr, BLOCK: tl.constexpr,
-                  EARLY: tl.constexpr):
-    _wait(EARLY)
-    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    records += row * stride_records
-    slot, position, token = tl.load(records), tl.load(records + 1), tl.load(records + 2)
-    token = tl.where(token < 0, tl.load(last_token + slot), token).to(tl.int64)
-    x = tl.load(wte + token * C + c, mask=c < C, other=0.0).to(tl.float32)
-    x += tl.load(wpe + tl.maximum(position, 0) * C + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * C + c, x, mask=c < C)
-
-
-def embed(records, last_token, wte, wpe):
-    """The embeddings (rows, C) of the tokens that records tell, or that were sampled last (-1), at their positions."""
-    if not uses_kernels(wte):
-        known, last = records[:, TOKEN], last_token[records[:, SLOT]]
-        return wte[torch.where(known < 0, last, known)].float() + wpe[records[:, LENGTH].clamp(min=0)].float()
-    (rows, C), dtype = (len(records), wte.shape[1]), wte.dtype
-    out = torch.empty(rows, C, dtype=dtype, device=wte.device)
-    _embed_kernel[(rows,)](records, last_token, wte, wpe, out, records.stride(0), C, power_of_2(C), **early(out))
-    return out
 
 
 class FlashRunner(engine.Runner):
     """Runs a scheduler's steps on the GPU, one ahead of the host.
-
     Decoding rows go through a CUDA graph of the next larger batch size, prompts through one of the next larger number
-    of tokens; the tokens are sampled on the device, which feeds them to the next step itself. Each row's step is told
-    by a record.
+    of tokens; tokens are sampled on the device, which feeds them to the next step itself. A record tells a row's step.
     """
 
-    ahead, prefill_chunk = 1, 8192
+    ahead = 1
+    prefill_chunk = 8192
 
-    def __init__(self, model, max_batch_size):
+    def __init__(self, model: engine.GPT2Paged, max_batch_size: int):
         super().__init__(model, max_batch_size)
-        config, cache = model.config, model.cache
-        self.device, slots = cache.k.device, max_batch_size + 1
+        config = model.config
+        slots = max_batch_size + 1
+        self.device = model.cache.k.device
         if self.device.type == "cuda" and self.device.index not in (None, torch.cuda.current_device()):
             raise engine.UserError(f"the model is on {self.device}, not on the current device; "
                                    f"CUDA_VISIBLE_DEVICES={self.device.index} chooses it")
-        V, most_pages = config.vocab_size, -(-config.n_positions // cache.page_size)
-        self.state = SamplerState.new(slots, V, self.device)
-        self.eos = config.eos_token_id if config.eos_token_id is not None and config.eos_token_id < V else -1
+        self.state = SamplerState.new(slots, config.vocab_size, self.device)
+        can_end = config.eos_token_id is not None and config.eos_token_id < config.vocab_size
+        self.eos = config.eos_token_id if can_end else -1
         # A record for each slot, kept from step to step; the last is of a row that is not there.
-        self.records = np.zeros(slots, [*RECORD.descr, ("pages", np.int32, most_pages)])
-        self.records["slot"], self.records["length"] = np.arange(slots), -1
-        self.pages, self.min_tokens = [0] * slots, np.zeros(slots, int)
-        self.keys = np.zeros((slots, config.n_positions + 1, 2), np.int32)             # of the noise, by output length
-        self.loaded = [None] * slots                                 # the page table that each record is about
-        self.graphs, self.pool = {}, None                            # by (what is computed, how much)
+        self.most_pages = -(-config.n_positions // model.cache.page_size)
+        self.records = np.zeros(slots, [*RECORD.descr, ("pages", np.int32, self.most_pages)])
+        self.records["slot"] = np.arange(slots)
+        self.records["length"] = -1
+        self.loaded = [None] * slots                                 # the page table that each record is about,
+        self.copied = [0] * slots                                    # and how many of its pages it holds
+        self.min_tokens = np.zeros(slots, int)
+        self.noise_keys = np.zeros((slots, config.n_positions + 1, 2), np.int32)       # by output length
+        self.graphs = {}                                             # by (what is computed, how much)
+        self.pool = None                                             # their memory, shared
         self.batches = batch_sizes(max_batch_size)
         longest = min(self.prefill_chunk, max_batch_size * config.n_positions)
         self.prompts = [2**n for n in range(5, max(6, (longest - 1).bit_length() + 1))]
@@ -950,41 +1013,39 @@ class FlashRunner(engine.Runner):
 
     # --- records
 
-    def _records(self, requests):
+    def _records(self, requests: list[Request]) -> np.ndarray:
         """A record a request: what its step is about."""
         slots, made, lengths, tokens = [], [], [], []
         for request in requests:
             slot, table, output = request.slot, request.table, request.output_ids
             if self.loaded[slot] is not table:
                 self._load(request, slot)
-            if len(table.pages) > self.pages[slot]:
-                self.records["pages"][slot, self.pages[slot]:len(table.pages)] = table.pages[self.pages[slot]:]
-                self.pages[slot] = len(table.pages)
+            copied = self.copied[slot]
+            if len(table.pages) > copied:
+                self.records["pages"][slot, copied:len(table.pages)] = table.pages[copied:]
+                self.copied[slot] = len(table.pages)
             slots.append(slot)
             made.append(len(output) + request.pending)
             lengths.append(table.length)
             tokens.append(-1 if request.pending else (output or request.prompt_ids)[-1])
         records = self.records[slots]
-        records["length"], records["token"] = lengths, tokens
-        records["key"], records["key2"] = self.keys[slots, made].T
-        records["flags"] += NO_END * (np.array(made) < self.min_tokens[slots])
+        records["length"] = lengths
+        records["token"] = tokens
+        records["key"], records["key2"] = self.noise_keys[slots, made].T
+        records["flags"] += sampling.NO_END * (np.array(made) < self.min_tokens[slots])
         return records
 
-    def _load(self, request, slot):
+    def _load(self, request: Request, slot: int) -> None:
         """A request new in this slot: its part of the record that stays."""
-        p, V = request.params, self.model.config.vocab_size
-        fields = dict(temperature=p.temperature and within_float32(p.temperature), top_p=within_float32(p.top_p),
-                      top_k=p.top_k if 0 < p.top_k < V else V, min_p=p.min_p,
-                      repetition=within_float32(p.repetition_penalty), frequency=p.frequency_penalty,
-                      presence=p.presence_penalty,
-                      flags=BIASED * bool(p.logit_bias) + PENALISED * p.penalises)
-        for name, value in fields.items():
+        p = request.params
+        for name, value in sampling.record_fields(p, self.model.config.vocab_size).items():
             self.records[name][slot] = value
         self.min_tokens[slot] = p.min_tokens if self.eos >= 0 else 0
         if p.temperature:
-            self.keys[slot] = noise_keys(request.key, self.keys.shape[1])
+            self.noise_keys[slot] = noise_keys(request.key, self.noise_keys.shape[1])
         self.state.load(slot, request)
-        self.pages[slot], self.loaded[slot] = 0, request.table
+        self.copied[slot] = 0
+        self.loaded[slot] = request.table
 
     def _lines(self, records, rows):
         """Records as whole numbers, a line each, filled up to so many rows with some that are not there."""
@@ -998,15 +1059,19 @@ class FlashRunner(engine.Runner):
     def _decode(self, records):
         """One token of each record's row -> (tokens, logits)."""
         rows = next(size for size in self.batches if size >= len(records))
-        tokens, logits = self._run(self._decode_step, rows, [self._lines(records, rows)])
-        return tokens[:len(records)], logits[:len(records)]
+        return self._run(self._decode_step, rows, [self._lines(records, rows)])
 
     def _decode_step(self, records):
-        model, kv = self.model, DecodeKV(self.model.cache, records[:, FIELDS:], records[:, LENGTH])
+        model = self.model
         x = embed(records, self.state.last_token, model.wte.weight, model.wpe.weight)[:, None]
-        for block in model.h:
+        kv = DecodeKV(model.cache, records[:, FIELDS:], records[:, sampling.LENGTH])
+        return self._pass(x, kv, slice(None), records)
+
+    def _pass(self, x, kv, keep, records):
+        """All layers, and sampling after the positions `keep` -> (tokens, logits)."""
+        for block in self.model.h:
             x = block(x, kv)
-        logits = model.head(x)[:, 0]
+        logits = self.model.head(x[:, keep]).flatten(0, 1)
         return sample(logits, records, self.state, self.eos), logits
 
     def _prefill(self, rows, ready):
@@ -1014,31 +1079,31 @@ class FlashRunner(engine.Runner):
         total = sum(row.count for row in rows)
         size = next((size for size in self.prompts if size >= total), total)
         records = self._records(ready) if ready else []
-        tokens, logits = self._run(self._prompt_step, size, self._prompt_arrays(rows, records, size))
-        return tokens[:len(ready)], logits[:len(ready)]
+        return self._run(self._prompt_step, size, self._prompt_arrays(rows, records, size))
 
-    def _prompt_arrays(self, rows, records, tokens):
+    def _prompt_arrays(self, rows, records, size):
         """What `_prompt_step` is given: ids, which positions are sampled, their records, and where the rows lie."""
-        cache, most = self.model.cache, min(len(self.records) - 1, tokens)
-        ids, keep = [], []
+        cache = self.model.cache
+        most = min(len(self.records) - 1, size)                      # rows
+        ids, keep = np.zeros((2, size), int)
+        fed = sampled = 0
         for row in rows:
             stored = row.request.table.length
-            ids += row.request.ids[stored:stored + row.count]
+            ids[fed:fed + row.count] = row.request.ids[stored:stored + row.count]
+            fed += row.count
             if row.samples:
-                keep.append(len(ids) - 1)
+                keep[sampled] = fed - 1
+                sampled += 1
         tables = [row.request.table for row in rows]
-        plan = plan_rows([t.length for t in tables], [row.count for row in rows], [t.pages for t in tables],
-                         cache.page_size, block_m(cache), (tokens, most + 1, self.records["pages"].shape[1]))
-        ids, keep = (np.pad(np.array(x, int), (0, size - len(x))) for x, size in ((ids, tokens), (keep, most)))
-        return [ids, keep, self._lines(records, most), *plan]
+        plan = plan_rows([table.length for table in tables], [row.count for row in rows],
+                         [table.pages for table in tables], cache.page_size).padded(size, most + 1, self.most_pages)
+        n_tiles = size // cache.BLOCK_M + most + 1
+        return [ids, keep[:most], self._lines(records, most), *batch_arrays(plan, cache.BLOCK_M, n_tiles)]
 
-    def _prompt_step(self, ids, keep, records, *plan):
-        model, rows = self.model, Rows(*plan, self.model.cache.page_size)
-        x, kv = model.embed(ids[None], rows.positions[None]), PromptKV(model.cache, rows)
-        for block in model.h:
-            x = block(x, kv)
-        logits = model.head(x[:, keep])[0]
-        return sample(logits, records, self.state, self.eos), logits
+    def _prompt_step(self, ids, keep, records, *arrays):
+        batch = Batch(*arrays)
+        x = self.model.embed(ids[None], batch.positions[None])
+        return self._pass(x, PromptKV(self.model.cache, batch), keep, records)
 
     def _run(self, step, size, arrays):
         """`step` on these arrays, by its graph where there is one -> (tokens, logits), lost when a graph runs again."""
@@ -1062,13 +1127,15 @@ class FlashRunner(engine.Runner):
     # --- results
 
     def _fetch(self, requests, tokens, logits):
-        """Starts to copy results to the host, at once: the next graph works in the same memory."""
+        """Starts to copy results to the host, at once: the next graph works in the same memory. What follows the
+        requests' own rows is padding."""
+        tokens = tokens[:len(requests)]
         rows = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
         if not rows:
             return Fetched(requests, to_host(tokens), [], ())
         at, = upload([np.array(rows)], self.device)
         chosen = tokens[at].long().clamp(min=0)[:, None]
-        logprobs = (chosen, *chosen_and_top(logits[at], chosen, 20))
+        logprobs = (chosen, *sampling.chosen_and_top(logits[at], chosen, 20))
         return Fetched(requests, to_host(tokens), rows, [to_host(x) for x in logprobs])
 
     def _results(self, parts):
@@ -1077,7 +1144,7 @@ class FlashRunner(engine.Runner):
         if done:
             done.record()
 
-        def wait():
+        def wait() -> list[StepResult]:
             if done:
                 done.synchronize()
             return [result for part in parts for result in part.results()]
@@ -1088,41 +1155,27 @@ class Fetched(NamedTuple):
     """Results of some requests on their way to the host."""
 
     requests: list[Request]
-    tokens: torch.Tensor                 # (requests)
+    tokens: Tensor                       # (requests)
     rows: list[int]                      # which requests ask for log probabilities: n of them
-    logprobs: Sequence[torch.Tensor]     # token (n, 1), its log probability (n, 1), most likely ids and theirs (n, 20)
+    logprobs: Sequence[Tensor]           # token (n, 1), its log probability (n, 1), most likely ids and theirs (n, 20)
 
-    def results(self):
+    def results(self) -> Iterable[StepResult]:
         """Once they are there: a StepResult for each request."""
         logprobs = [None] * len(self.requests)
         for n, (token,), (logprob,), ids, values in zip(self.rows, *(part.tolist() for part in self.logprobs)):
             most = self.requests[n].params.logprobs
             logprobs[n] = TokenLogprobs(token, logprob, dict(zip(ids[:most], values)))
         for request, token, found in zip(self.requests, self.tokens.tolist(), logprobs):
-            if token >= 0:
-                yield StepResult(request, (), (token,), (found,))
-            else:
-                yield StepResult(request, (), (), (), FloatingPointError("the logits hold NaN or infinity"))
+            error = None if token >= 0 else FloatingPointError("the logits hold NaN or infinity")
+            yield StepResult(request, (), (token,), (found,), error)
 
 
-def within_float32(x):
-    """A number above 0 as one that float32 neither rounds to 0 nor to infinity."""
-    return min(max(x, 1e-30), 1e30)
-
-
-def batch_sizes(most):
+def batch_sizes(most: int) -> list[int]:
     """The batch sizes that get a graph: powers of 2, from 32 on multiples of 32, and the largest."""
-    sizes = [size for size in (1, 2, 4, 8, 16) if size < most] + list(range(32, most, 32))
-    return [*sizes, most]
+    return [*(size for size in (1, 2, 4, 8, 16) if size < most), *range(32, most, 32), most]
 
 
-def noise_keys(key, count):
-    """Request.noise_key for output lengths 0 to count - 1, (count, 2) int32."""
-    bits = np.random.Philox(key=key).random_raw(4 * count)[::4]      # the first of each counter's four
-    return np.stack([(bits & 0xFFFFFFFF).astype(np.int64) - 2**31, (bits >> 32).astype(np.int64) - 2**31], 1)
-
-
-def to_host(x):
+def to_host(x: Tensor) -> Tensor:
     """A copy of x on the host, which is there once the device has come so far."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     return host.copy_(x, non_blocking=True)
@@ -1138,50 +1191,10 @@ class GPT2Flash(engine.GPT2Paged):
     backend = BACKEND
 
 
-# ---------------------------------------------------------------------------------------------------
-# Command line
-
-def parse_args(argv=None):
-    import benchmarks_cuda
-
-    parser = argparse.ArgumentParser(description="GPT-2 on the GPU. Without --check: the GPU benchmarks.")
-    add = parser.add_argument
-    add("--check", action="store_true", help="every kernel against float64 (on a CPU with TRITON_INTERPRET=1)")
-    add("--model", default="auto", help="as engine.py's (default auto: gpt2, or random weights in its shape)")
-    add("--dtype", default="bfloat16", choices=engine.DTYPES)
-    add("--tokens", type=int, default=100, help="new tokens (default 100)")
-    add("--runs", type=int, default=3, help="rounds of generation and batching (default 3)")
-    add("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="of generation (default 1 8 64 256)")
-    add("--only", choices=benchmarks_cuda.BENCHMARKS, help="one benchmark")
-    add("--quick", action="store_true", help="leave out what torch.compile takes minutes for")
-    add("--json", metavar="FILE", help="write the results as JSON")
-    add("--plot", metavar="FILE", help="draw the results")
-    return parser.parse_args(argv)
-
-
-def main(argv=None):
-    import benchmarks_cuda
-
-    args = parse_args(argv)
-    try:
-        engine.check_number("--tokens", args.tokens, engine.Integral, 2, 1000)
-        engine.check_number("--runs", args.runs, engine.Integral, 1, 1000)
-        for batch in args.batches:
-            engine.check_number("--batches", batch, engine.Integral, 1, 1024)
-        if not torch.cuda.is_available() and not (args.check and INTERPRET):
-            raise engine.UserError("there is no GPU here. TRITON_INTERPRET=1 python engine_cuda.py --check proves the "
-                                   "kernels on the CPU, python engine.py measures the engine on it")
-        if args.check:
-            benchmarks_cuda.run_checks("cpu" if INTERPRET else "cuda")
-        else:
-            benchmarks_cuda.run_benchmarks(args)
-    except engine.UserError as err:
-        raise SystemExit(f"engine_cuda.py: {err}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: `--check`, or the benchmarks. Raises SystemExit with one line for what the user can mend."""
+    importlib.import_module("benchmarks_cuda").main(argv)
 
 
 if __name__ == "__main__":  # as the module that benchmarks_cuda.py imports, not as a second copy of it
-    import engine_cuda
-
-    engine_cuda.main()
+    importlib.import_module("engine_cuda").main()

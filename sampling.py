@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from errors import ABOVE_0, UserError, check_number
@@ -155,6 +156,12 @@ HASH_2 = 0x846CA68B
 def _int32(bits):
     """The signed number of the same 32 bits: torch multiplies no unsigned ones. HASH_GOLDEN becomes -1640531527."""
     return bits - 2**32 if bits >= 2**31 else bits
+
+
+def noise_keys(key: int, count: int) -> np.ndarray:
+    """Request.noise_key of a random stream for output lengths 0 to count - 1: (count, 2) int32."""
+    bits = np.random.Philox(key=key).random_raw(4 * count)[::4]      # the first of each counter's four
+    return np.stack([(bits & 0xFFFFFFFF).astype(np.int64) - 2**31, (bits >> 32).astype(np.int64) - 2**31], 1)
 
 
 def exponential_noise(keys: Sequence[Sequence[int]], V: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -328,3 +335,68 @@ def sample(logits: torch.Tensor, requests: Sequence[Sampleable],
         tokens = torch.where(temperature[:, 0] == 0, most_likely, drawn)
     ids = tokens.tolist()
     return ids, token_logprobs(logits, ids, [p.logprobs for p in params])
+
+
+# ---------------------------------------------------------------------------------------------------
+# A request as a record: what a device needs to sample by itself, while the host does not know the last token yet.
+
+# One row's step: these 32-bit fields, then (in a runner) the row's page ids. Positions count fields, 4 bytes each.
+RECORD = np.dtype([(name, kind) for kind, names in (
+    (np.int32, "slot length token key key2 top_k flags"),
+    (np.float32, "temperature top_p min_p repetition frequency presence")) for name in names.split()])
+FIELDS = len(RECORD.names)
+SLOT, LENGTH, TOKEN = map(RECORD.names.index, ("slot", "length", "token"))
+BIASED, PENALISED, NO_END = 1, 2, 4  # bits of flags: there is a logit_bias; a penalty; min_tokens are not reached
+IN_PROMPT = 2**16                    # is added to a token's count in the output if the token stands in the prompt
+
+
+def record_fields(params: SamplingParams, V: int) -> dict[str, float]:
+    """The fields of a request's record that stay as long as it runs. Above 0, float32 rounds none of them to 0."""
+    def within_float32(value):
+        return min(max(value, 1e-30), 1e30)
+
+    return dict(temperature=params.temperature and within_float32(params.temperature),
+                top_p=within_float32(params.top_p), top_k=params.top_k if 0 < params.top_k < V else V,
+                min_p=params.min_p, repetition=within_float32(params.repetition_penalty),
+                frequency=params.frequency_penalty, presence=params.presence_penalty,
+                flags=BIASED * bool(params.logit_bias) + PENALISED * params.penalises)
+
+
+class Truncation(NamedTuple):
+    """What `truncate` reads of SamplingParams."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def sample_records(logits: torch.Tensor, records: torch.Tensor, state, eos: int) -> torch.Tensor:
+    """The next token of each row: logits (B, V), records (B, FIELDS or more) int32 -> (B) int32, -1 for a failed row.
+
+    `sample` in other words, and the plain twin of engine_cuda.sample. state: an engine_cuda.SamplerState, where the
+    tokens are noted.
+    """
+    V = logits.shape[1]
+    fields = records[:, :FIELDS].contiguous().cpu().numpy().view(RECORD)[:, 0]
+    column = {name: torch.from_numpy(fields[name].copy())[:, None] for name in RECORD.names}       # (B, 1) each
+    slots = column["slot"][:, 0].long()
+    flags = column["flags"]
+    z = logits.float() + torch.where(flags & BIASED > 0, state.bias[slots], 0)
+    z[:, eos] = torch.where(flags[:, 0] & NO_END > 0, -math.inf, z[:, eos])
+    seen = torch.where(flags & PENALISED > 0, state.counts[slots], 0)
+    penalised = torch.where(z > 0, z / column["repetition"], z * column["repetition"])
+    z = torch.where(seen > 0, penalised.clamp(torch.finfo().min, torch.finfo().max), z)
+    made = seen % IN_PROMPT
+    z = torch.where(made > 0, z - (made * column["frequency"] + column["presence"]), z)
+    largest, tokens = z.max(-1)
+    good = largest.isfinite()
+    probs = torch.softmax((z - largest[:, None]) / column["temperature"].clamp(1e-30), -1)
+    limits = [Truncation(*(line[name].item() for name in Truncation._fields)) for line in fields]
+    rows = [i for i, p in enumerate(limits) if good[i] and (p.top_k < V or p.top_p < 1 or p.min_p > 0)]
+    if rows:
+        probs[rows] = truncate(probs[rows], tokens[rows], [limits[i] for i in rows])
+    drawn = draw(probs, torch.cat([column["key"], column["key2"]], 1).tolist())
+    tokens = torch.where(column["temperature"][:, 0] > 0, drawn, tokens).int()
+    state.last_token[slots] = tokens
+    state.counts[slots, tokens.long()] += (good & (flags[:, 0] & PENALISED > 0)).int()
+    return torch.where(good, tokens, -1)

@@ -36,6 +36,52 @@ def slots_of(tables, rows, positions, page_size: int):
     return tables[rows, positions // page_size] * page_size + positions % page_size
 
 
+class RowPlan(NamedTuple):
+    """Rows of new tokens, end to end, and where each row keeps its keys: what a pass over pages needs to know."""
+
+    stored: np.ndarray       # (B) tokens that a row stores already
+    counts: np.ndarray       # (B) new tokens that it brings
+    page_ids: np.ndarray     # (B, P) its pages in order, filled up with 0
+    slots: np.ndarray        # (N) where a new token is stored; -1 for nowhere
+    positions: np.ndarray    # (N) a new token's place in its own sequence
+
+    def spans(self) -> np.ndarray:
+        """(B, 3): a row's first new token among all, its new tokens, its stored tokens."""
+        return np.stack([np.cumsum(self.counts) - self.counts, self.counts, self.stored], 1)
+
+    def tiles(self, most: int) -> np.ndarray:
+        """The rows cut into tiles of at most so many new tokens: row and first token of each (n, 2), those that see
+        most keys last."""
+        per_row = -(-self.counts // most)
+        row_of = np.repeat(np.arange(len(self.counts)), per_row)     # of each tile
+        first_tile = np.cumsum(per_row) - per_row
+        first_token = (np.arange(per_row.sum()) - first_tile[row_of]) * most
+        order = np.argsort(first_token + self.stored[row_of], kind="stable")
+        return np.stack([row_of, first_token], 1)[order]
+
+    def padded(self, N: int, B: int, P: int) -> "RowPlan":
+        """The same with more tokens, that are stored nowhere, and more rows, that are empty: a step of a fixed size."""
+        def pad(array, *shape, value=0):
+            larger = np.full(shape, value)
+            larger[tuple(map(slice, array.shape))] = array
+            return larger
+        return RowPlan(pad(self.stored, B), pad(self.counts, B), pad(self.page_ids, B, P), pad(self.slots, N, value=-1),
+                       pad(self.positions, N))
+
+
+def plan_rows(stored: Sequence[int], counts: Sequence[int], pages: Sequence[Sequence[int]], page_size: int) -> RowPlan:
+    """The plan of rows with so many tokens in their pages, so many new ones, and these page ids."""
+    stored = np.array(stored, np.int64)
+    counts = np.array(counts, np.int64)
+    page_ids = np.zeros((len(pages), max(map(len, pages), default=0)), np.int64)
+    for row, ids in enumerate(pages):
+        page_ids[row, :len(ids)] = ids
+    first = np.cumsum(counts) - counts                               # of a row's new tokens among all
+    positions = np.arange(counts.sum()) - np.repeat(first - stored, counts)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return RowPlan(stored, counts, page_ids, slots_of(page_ids, rows, positions, page_size), positions)
+
+
 class PrefixCache:
     """Which full page holds which tokens, so that a prompt that begins alike finds it again.
 

@@ -9,6 +9,7 @@ from conftest import IDS, run_to_end
 from test_scheduler import PROMPTS, STYLES, check_pages, drain, params, run
 
 import engine
+import sampling
 from engine import ContinuousBatchingScheduler, Request, SamplingParams, UserError, generate
 
 pytest.importorskip("triton")
@@ -47,7 +48,7 @@ KERNELS = {
         DEVICE, dtype, head_dims=(8, 256) if dtype.itemsize == 4 else (80,), lengths=(0, 9, 33)),
     "prompts": lambda dtype: benchmarks_cuda.check_prompts(DEVICE, dtype, (80,)),
     "linear": lambda dtype: benchmarks_cuda.check_linear(DEVICE, dtype, ((48, 33),)),
-    "sample": lambda dtype: benchmarks_cuda.check_sample(DEVICE, dtype, V=97, rows=8),
+    "sample": lambda dtype: benchmarks_cuda.check_sample(DEVICE, dtype, V=97, n_rows=8),
 }
 
 
@@ -68,7 +69,8 @@ def test_flash_of_a_long_prompt():
     q, k, v = torch.randn(3, 1, 1, 1023, 16, device=DEVICE)
     exact = benchmarks_cuda.exact_attention(q, k, v, 0.3)
     for precision in ("tf32x3", "ieee"):
-        assert benchmarks_cuda.error(engine_cuda.flash_attention(q, k, v, scale=0.3, precision=precision), exact) < 1e-5
+        found = engine_cuda.flash_attention(q, k, v, scale=0.3, precision=precision)
+        assert benchmarks_cuda.relative_error(found, exact) < 1e-5
 
 
 def test_flash_starts_in_the_middle():
@@ -76,7 +78,7 @@ def test_flash_starts_in_the_middle():
     q, k, v = torch.randn(1, 2, 9, 24, device=DEVICE), *torch.randn(2, 1, 2, 40, 24, device=DEVICE)
     k[:, :, 26:], v[:, :, 26:] = float("nan"), float("nan")
     exact = benchmarks_cuda.exact_attention(q, k[:, :, :26], v[:, :, :26], 24 ** -0.5)
-    assert benchmarks_cuda.error(engine_cuda.flash_attention(q, k, v, start=17), exact) < 1e-5
+    assert benchmarks_cuda.relative_error(engine_cuda.flash_attention(q, k, v, start=17), exact) < 1e-5
 
 
 def test_what_flash_refuses():
@@ -100,7 +102,7 @@ def test_splits_fill_the_chip():
 
 def test_noise_keys_are_the_requests():
     request = Request([1], SamplingParams(seed=-5))
-    for key in engine_cuda.noise_keys(request.key, 30).tolist():
+    for key in engine.noise_keys(request.key, 30).tolist():
         assert key == request.noise_key()
         request.output_ids.append(0)
 
@@ -121,8 +123,8 @@ def test_model_through_the_kernels():
         pool.fill_(float("nan"))
     ids, kv = torch.randint(0, 97, (2, 19)), model.new_kv()
     found = torch.cat([model(part.to(DEVICE), kv).cpu() for part in ids.split([17, 1, 1], 1)], 1)
-    assert benchmarks_cuda.error(found, oracle(ids).double()) < 1e-5
-    assert benchmarks_cuda.error(model(ids.to(DEVICE)).cpu(), oracle(ids).double()) < 1e-5
+    assert benchmarks_cuda.relative_error(found, oracle(ids).double()) < 1e-5
+    assert benchmarks_cuda.relative_error(model(ids.to(DEVICE)).cpu(), oracle(ids).double()) < 1e-5
     kv.release()
     assert model.cache.used_pages == 0
 
@@ -132,7 +134,7 @@ def test_any_config_of_the_plain_model(twins):
                    dict(n_embd=48, n_head=3, scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=0.1)):
         oracle, ids = benchmarks_cuda.random_model(**config), torch.randint(0, 97, (2, 9))
         found = benchmarks_cuda.copy_as(oracle, engine_cuda.GPT2Flash, torch.float32, DEVICE)(ids.to(DEVICE)).cpu()
-        assert benchmarks_cuda.error(found, oracle(ids).double()) < 1e-5
+        assert benchmarks_cuda.relative_error(found, oracle(ids).double()) < 1e-5
 
 
 # --- the scheduler
@@ -224,7 +226,7 @@ def test_nan_fails_its_request_alone(twins, tiny, solo, monkeypatch):
     sample = engine_cuda.sample
 
     def poisoned(logits, records, *args):
-        logits[records[:, engine_cuda.SLOT] == 0, 7] = float("nan")
+        logits[records[:, sampling.SLOT] == 0, 7] = float("nan")
         return sample(logits, records, *args)
 
     monkeypatch.setattr(engine_cuda, "sample", poisoned)
@@ -313,13 +315,15 @@ def test_batch_sizes():
 
 
 def test_plan_of_no_rows_and_of_many():
-    spans, table, slots, positions, tiles = engine_cuda.plan_rows([], [], [], 16, 64, (32, 5, 3))
-    assert spans.sum() == 0 and (slots == -1).all() and table.shape == (5, 3)
-    spans, _, slots, positions, tiles = engine_cuda.plan_rows([0, 20], [70, 3], [[5, 1, 2, 3, 4], [9, 8]], 16, 64)
-    assert spans.tolist() == [[0, 70, 0], [70, 3, 20]] and positions[-3:].tolist() == [20, 21, 22]
-    assert slots[-3:].tolist() == [8 * 16 + 4, 8 * 16 + 5, 8 * 16 + 6] and slots[0] == 80
+    plan = engine.plan_rows([], [], [], 16).padded(32, 5, 3)
+    assert plan.spans().sum() == 0 and (plan.slots == -1).all() and plan.page_ids.shape == (5, 3)
+    assert len(engine_cuda.batch_arrays(plan, 64, 7)[-1]) == 7
+    plan = engine.plan_rows([0, 20], [70, 3], [[5, 1, 2, 3, 4], [9, 8]], 16)
+    assert plan.spans().tolist() == [[0, 70, 0], [70, 3, 20]] and plan.positions[-3:].tolist() == [20, 21, 22]
+    assert plan.slots[-3:].tolist() == [8 * 16 + 4, 8 * 16 + 5, 8 * 16 + 6] and plan.slots[0] == 80
+    tiles = plan.tiles(64)
     assert sorted(map(tuple, tiles.tolist())) == [(0, 0), (0, 64), (1, 0)] and tiles[-1].tolist() == [0, 64]
-    assert np.all(np.diff(slots[:16]) == 1)
+    assert np.all(np.diff(plan.slots[:16]) == 1)
 
 
 # --- the command line
