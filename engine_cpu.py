@@ -14,9 +14,10 @@ import math
 import os
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,8 @@ PANEL = 128      # rows that it multiplies while their weights are in the first 
 SPAN = 3072      # bytes of a row that a tile sums up at a time, beyond FEW_ROWS: those of OUTS fit the first cache
 FEW_ROWS = 64    # up to which a tile sums up whole rows
 AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
-QUERIES, KEYS = 128, 64  # of a prompt, that a task attends at a time
+QUERY_BLOCK = 128  # queries of a prompt that a task attends,
+KEY_BLOCK = 64     # and over how many keys at a time
 # Beyond so many rows torch multiplies on processors not known to have AVX2: some have a unit for it that it alone uses.
 # On others our kernels are ahead at any number, since a block is one call: a prompt of GPT-2, ms on 2 cores of a Zen 5,
 # ours / oneDNN's products with our attention:
@@ -72,49 +74,89 @@ class KVView(NamedTuple):
     page_size: int
 
 
-# What `intrinsics` binds to the machine's instructions; here is what they mean.
-prange = range
-ROWS, OUTS, COLUMNS = 4, 4, 64
+# ---------------------------------------------------------------------------------------------------
+# What the kernels do that Python has no word for. These bodies say what is meant, and run, slowly, where one steps
+# through a kernel without numba; compiled kernels get the processor's instructions instead, from `Instructions`.
 
-
-def _tile(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
-    """sums[at + r, column + i] = (or +=, if add) the sum over `length` numbers from `start` of x[row + r] times
-    weight[o + i], for `rows` r and `outs` i (constants). Fetches `fetch` times a row's weights
-    from `ahead` bytes behind them."""
-
-
-def _outer(rows, x, row, weight, column, out, add):
-    """out[row + r, column + c] = (or +=, if add) the sum over k of x[row + r, k] times weight[k, column + c], all
-    float32, for `rows` r (a constant) and COLUMNS c."""
-
-
-def _fetch(array, head, slot, d):
-    """Ask for the memory behind array[head, slot, d], which will be read soon."""
+prange = range                   # compiled: shared out among the threads
+ROWS, OUTS, COLUMNS = 4, 4, 64   # a tile's; compiled: as the processor's registers allow, see `Instructions`
 
 
 def _widen(number):
     """What is stored, as float32. uint16 holds the bits of a bfloat16, int16 those of a float16."""
+    if isinstance(number, np.uint16):
+        return (np.uint32(number) << np.uint32(16)).view(np.float32)
+    return np.float32(number.view(np.float16) if isinstance(number, np.int16) else number)
 
 
 def _as(number, array):
     """A float32 as the array stores it: the reverse of `_widen`, rounded to the nearest."""
+    if array.dtype == np.float32:
+        return number
+    if array.dtype == np.int16:
+        return np.float16(number).view(np.int16)
+    bits = int(np.float32(number).view(np.uint32))
+    odd = bits >> 16 & 1                                             # a tie becomes even
+    return np.uint16(0x7fc0 if number != number else bits + 0x7fff + odd >> 16)
 
 
 def _as_float(bits):
     """The float32 of these 32 bits."""
+    return np.int32(bits).view(np.float32)
 
 
 def _narrowed(x, like):
     """Activations x (N, K) as they are multiplied, in the dtype of `like`, and a factor for each row: `_rounded`,
     `_scaled`, or x itself."""
+    if like.dtype == np.float32:
+        return x, np.ones(x.shape[0], np.float32)
+    return _rounded(x, like) if like.dtype == np.uint16 else _scaled(x, like)
 
+
+def _fetch(array, head, slot, d):
+    """Ask for the memory behind array[head, slot, d], which will be read soon. Changes nothing."""
+
+
+def _tile(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
+    """sums[at + r, column + i] = (or +=, if add) the sum over `length` numbers from `start` of x[row + r] times
+    weight[o + i], for `rows` r and `outs` i (constants).
+
+    Compiled, the rows * outs sums stay in registers, and `fetch` times a row's weights are asked for from `ahead` bytes
+    behind them. int16 activations are whole numbers, and stand beside weights of int8.
+    """
+    whole = x.dtype == np.int16
+    for r in range(rows):
+        for i in range(outs):
+            total = 0 if whole else np.float32(0)
+            for k in range(start, start + length):
+                a, w = x[row + r, k], weight[o + i, k]
+                total += int(a) * int(w) if whole else _widen(a) * _widen(w)
+            sums[at + r, column + i] = np.float32(total) + (sums[at + r, column + i] if add else ZERO)
+
+
+def _outer(rows, x, row, weight, column, out, add):
+    """out[row + r, column + c] = (or +=, if add) the sum over k of x[row + r, k] times weight[k, column + c], all
+    float32, for `rows` r (a constant) and COLUMNS c."""
+    for r in range(row, row + rows):
+        for c in range(column, column + COLUMNS):
+            total = out[r, c] if add else ZERO
+            for k in range(weight.shape[0]):
+                total += x[r, k] * weight[k, c]
+            out[r, c] = total
+
+
+# ---------------------------------------------------------------------------------------------------
+# The kernels
 
 LOG2_E, LOWEST, ZERO, ONE = map(np.float32, (math.log2(math.e), -87.3, 0, 1))
 C1, C2, C3, C4, C5, C6 = (np.float32(math.log(2) ** n / math.factorial(n)) for n in range(1, 7))   # of 2 ** f
 
 
 def _exp(x):
-    """e to the x within 3e-7 of it, for x up to 0; 0 below -87. Unlike np.exp it runs in SIMD."""
+    """e to the x within 3e-7 of it, for x up to 0; 0 below -87. Unlike np.exp it runs in SIMD.
+
+    e^x = 2^(x log2 e) = 2^whole 2^f: the first by putting `whole` into a float's exponent, the second by a series.
+    """
     power = max(x, LOWEST) * LOG2_E
     whole = np.floor(power + np.float32(0.5))
     f = power - whole
@@ -131,6 +173,7 @@ def _gelu(x):
 
 
 def _rounded(x, like):
+    """x (N, K) as bfloat16, and factors of 1."""
     y = aligned_empty(x.shape[0], x.shape[1], like)
     for row in prange(x.shape[0]):
         for k in range(x.shape[1]):
@@ -139,11 +182,14 @@ def _rounded(x, like):
 
 
 def _scaled(x, like):
-    """Whole numbers of 16 bits, so large that the sum of K products with 8-bit weights stays below 2 ** 31."""
-    y, factors = aligned_empty(x.shape[0], x.shape[1], like), np.empty(x.shape[0], np.float32)
+    """x (N, K) as whole numbers of 16 bits, so large that the sum of K products with 8-bit weights stays below 2 ** 31;
+    and the factors (N) that undo it."""
+    y = aligned_empty(x.shape[0], x.shape[1], like)
+    factors = np.empty(x.shape[0], np.float32)
     limit = np.float32(min(32767, 2 ** 24 // x.shape[1] - 1))
     for row in prange(x.shape[0]):
-        largest, nothing = np.float32(1e-30), ZERO
+        largest = np.float32(1e-30)
+        nothing = ZERO
         for k in range(x.shape[1]):
             largest = max(largest, abs(x[row, k]))
             nothing += x[row, k] * ZERO                              # NaN, if one of them is
@@ -157,29 +203,39 @@ def _scaled(x, like):
 def _tiles(x, row, rows, weight, o, outs, length, span, sums):
     """sums[:rows, :outs] = x[row:row + rows] times weight[o:o + outs] transposed, over the first `length` numbers of
     each, of which a tile takes `span` at a time."""
-    # The weights of the next tiles are fetched in equal shares: all at once, they would stop the sums. A row by itself
-    # takes one output after another, as memory is read fastest.
+    row_bytes = weight.shape[1] * weight.itemsize
     part = max(1, OUTS // max(1, rows // ROWS))
     for start in range(0, length, span):
-        count, i = min(span, length - start), 0
-        while i < outs:
-            wide, r = rows > 1 and i + OUTS <= outs, 0
+        count = min(span, length - start)
+        add = start > 0
+        i = 0
+        # Several rows: OUTS outputs at a time. The weights of the next outputs are fetched in equal shares, `part` rows
+        # of them by each tile: all at once, they would stop the sums.
+        while rows > 1 and i + OUTS <= outs:
+            r = 0
             while r < rows:
-                tall, share = r + ROWS <= rows, r // ROWS * part
-                fetch, ahead = 0 if r else 1, AHEAD
-                if wide:
-                    fetch = part if r % ROWS == 0 and share < OUTS else 0
-                    ahead = (OUTS + share) * weight.shape[1] * weight.itemsize
-                if wide and tall:
-                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
-                elif wide:
-                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
-                elif tall:
-                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
+                share = r // ROWS * part
+                fetch = part if r % ROWS == 0 and share < OUTS else 0
+                ahead = (OUTS + share) * row_bytes
+                if r + ROWS <= rows:
+                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, add, ahead, fetch)
+                    r += ROWS
                 else:
-                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, i, start > 0, ahead, fetch)
-                r += ROWS if tall else 1
-            i += OUTS if wide else 1
+                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, add, ahead, fetch)
+                    r += 1
+            i += OUTS
+        # A row by itself, and what is left of the outputs: one after another, as memory is read fastest.
+        while i < outs:
+            r = 0
+            while r < rows:
+                fetch = 0 if r else 1
+                if r + ROWS <= rows:
+                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, i, add, AHEAD, fetch)
+                    r += ROWS
+                else:
+                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, i, add, AHEAD, fetch)
+                    r += 1
+            i += 1
 
 
 def _finish(sums, factor, scale, bias, out, add, gelu):
@@ -197,7 +253,8 @@ def _multiply(x, factors, weight, scale, bias, out, add, gelu):
     N, K = x.shape
     span = K if N <= FEW_ROWS else SPAN // x.itemsize
     for task in prange((weight.shape[0] + BLOCK - 1) // BLOCK):
-        first, outs = task * BLOCK, min(BLOCK, weight.shape[0] - task * BLOCK)
+        first = task * BLOCK
+        outs = min(BLOCK, weight.shape[0] - first)
         sums = np.empty((min(N, PANEL), BLOCK), np.float32)
         for panel in range(0, N, PANEL):
             rows = min(PANEL, N - panel)
@@ -303,53 +360,70 @@ def _outer_products(x, weight, out, add):
                 row += 1
 
 
+def _slot(table, position, page_size):
+    """Where the pool holds the token at this position of a row; table: its page ids."""
+    return table[position // page_size] * page_size + position % page_size
+
+
+def _load_keys(keys_of, values_of, table, at, page_size, keys, values):
+    """The keys and values at positions `at` and on, as float32: one for each row of `keys` (n, D)."""
+    for j in range(keys.shape[0]):
+        slot = _slot(table, at + j, page_size)
+        for d in range(keys.shape[1]):
+            keys[j, d] = _widen(keys_of[slot, d])
+        for d in range(keys.shape[1]):
+            values[j, d] = _widen(values_of[slot, d])
+
+
+def _soften(scores, m_i, l_i, m_new, acc):
+    """Scores (keys, queries) to exp(score - m_i), after m_i was raised to the largest of each query; what was summed
+    under a smaller maximum, l_i (queries) and acc (queries, D), shrinks."""
+    count, lanes = scores.shape
+    for t in range(lanes):
+        m_new[t] = m_i[t]
+    for j in range(count):
+        for t in range(lanes):
+            m_new[t] = max(m_new[t], scores[j, t])
+    for t in range(lanes):
+        shrink = _exp(m_i[t] - m_new[t])
+        m_i[t] = m_new[t]
+        l_i[t] *= shrink
+        for d in range(acc.shape[1]):
+            acc[t, d] *= shrink
+    for j in range(count):
+        for t in range(lanes):
+            scores[j, t] = _exp(scores[j, t] - m_i[t])
+        for t in range(lanes):
+            l_i[t] += scores[j, t]
+
+
 def _attend_block(qkv, first, n, head, keys_of, values_of, table, before, page_size, scale, out):
     """Attention of n queries of a head, `first` and on, that stand behind `before` tokens (Dao et al. 2022).
 
     keys_of, values_of (slots, D). Scores stand as (key, query), so what is done to one is done to all queries at once.
+    Queries and values are padded to whole tiles of COLUMNS.
     """
     D = qkv.shape[3]
     width, lanes = (D + COLUMNS - 1) // COLUMNS * COLUMNS, (n + COLUMNS - 1) // COLUMNS * COLUMNS
-    queries, keys, scores = aligned_empty(D, lanes, qkv), aligned_empty(KEYS, D, qkv), aligned_empty(KEYS, lanes, qkv)
-    values, acc, state = aligned_empty(KEYS, width, qkv), aligned_empty(lanes, width, qkv), aligned_empty(3, lanes, qkv)
+    queries, keys = aligned_empty(D, lanes, qkv), aligned_empty(KEY_BLOCK, D, qkv)
+    values, scores = aligned_empty(KEY_BLOCK, width, qkv), aligned_empty(KEY_BLOCK, lanes, qkv)
+    acc, state = aligned_empty(lanes, width, qkv), aligned_empty(3, lanes, qkv)
     m_i, l_i, m_new = state[0], state[1], state[2]                   # running maximum, sum of exp(score - m_i)
+    acc[:] = ZERO
+    values[:, D:] = ZERO
+    l_i[:] = ZERO
+    m_i[:] = -np.inf
     for t in range(lanes):
-        m_i[t], l_i[t] = -np.inf, ZERO
-        for d in range(width):
-            acc[t, d] = ZERO
         for d in range(D):
             queries[d, t] = qkv[first + t, 0, head, d] * scale if t < n else ZERO
-    for j in range(KEYS):
-        for d in range(D, width):
-            values[j, d] = ZERO
-    for at in range(0, before + n, KEYS):
-        count = min(KEYS, before + n - at)
-        for j in range(count):
-            slot = table[(at + j) // page_size] * page_size + (at + j) % page_size
-            for d in range(D):
-                keys[j, d] = _widen(keys_of[slot, d])
-            for d in range(D):
-                values[j, d] = _widen(values_of[slot, d])
+    for at in range(0, before + n, KEY_BLOCK):
+        count = min(KEY_BLOCK, before + n - at)
+        _load_keys(keys_of, values_of, table, at, page_size, keys[:count], values[:count])
         _outer_products(keys[:count], queries, scores, False)
         for j in range(max(0, before + 1 - at), count):              # hidden from the queries before it
             for t in range(min(lanes, at + j - before)):
                 scores[j, t] = -np.inf
-        for t in range(lanes):
-            m_new[t] = m_i[t]
-        for j in range(count):
-            for t in range(lanes):
-                m_new[t] = max(m_new[t], scores[j, t])
-        for t in range(lanes):
-            shrink = _exp(m_i[t] - m_new[t])
-            m_i[t] = m_new[t]
-            l_i[t] *= shrink
-            for d in range(width):
-                acc[t, d] *= shrink
-        for j in range(count):
-            for t in range(lanes):
-                scores[j, t] = _exp(scores[j, t] - m_i[t])
-            for t in range(lanes):
-                l_i[t] += scores[j, t]
+        _soften(scores[:count], m_i, l_i, m_new, acc)
         _outer_products(scores[:count].T, values[:count], acc, True)
     for t in range(n):
         for d in range(D):
@@ -357,13 +431,14 @@ def _attend_block(qkv, first, n, head, keys_of, values_of, table, before, page_s
 
 
 def _attend_many(qkv, pool_k, pool_v, table, stored, page_size, scale, out):
-    """Attention of T new tokens of one row, QUERIES of a head at a time. qkv (T, 3, H, D); out (T, H, D); table (P)."""
+    """Attention of T new tokens of one row, QUERY_BLOCK of a head at a time. qkv (T, 3, H, D); out (T, H, D);
+    table (P)."""
     T, H = qkv.shape[0], qkv.shape[2]
-    blocks = (T + QUERIES - 1) // QUERIES
+    blocks = (T + QUERY_BLOCK - 1) // QUERY_BLOCK
     for task in prange(H * blocks):
-        head, first = task // blocks, task % blocks * QUERIES
-        _attend_block(qkv, first, min(QUERIES, T - first), head, pool_k[head], pool_v[head], table, stored + first,
-                      page_size, scale, out)
+        head, first = task // blocks, task % blocks * QUERY_BLOCK
+        _attend_block(qkv, first, min(QUERY_BLOCK, T - first), head, pool_k[head], pool_v[head], table,
+                      stored + first, page_size, scale, out)
 
 
 def _store(qkv, pool_k, pool_v, slots):
@@ -411,9 +486,13 @@ def _block(x, weights, view, layer, scale, workspace):
     _end(x, attended.reshape(N, C), attn_c_proj, ln_2, c_fc, mlp_c_proj, y, h)
 
 
+# ---------------------------------------------------------------------------------------------------
+# Compiling them
+
 @functools.cache
-def cpu_kernels():
-    """The kernels, compiled; None where numba is missing, or told not to compile.
+def cpu_kernels() -> SimpleNamespace | None:
+    """The kernels that Python calls, compiled: project, begin, end, attend, block. None where numba is missing, or told
+    not to compile.
 
     They need no compiler on the machine and are kept in __pycache__. Activations, biases and LayerNorms are float32;
     weights as `as_array` gives them.
@@ -424,19 +503,8 @@ def cpu_kernels():
         return None
     if numba.config.DISABLE_JIT:
         return None
-    # Bound to a copy of this module's names: numba would keep no kernel that closes over another.
-    scope = globals() | {"prange": numba.prange} | intrinsics()
-    # Sums may be reordered (for SIMD), but NaN and infinity keep their meaning, unlike under fastmath=True.
-    options = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz"}, nogil=True)
+    compiled = compile_kernels(numba)
     lock = threading.Lock()  # not every threading layer of numba lets two threads launch at once
-
-    def compiled(kernel, **more):
-        kernel = types.FunctionType(kernel.__code__, scope, kernel.__name__)
-        try:
-            scope[kernel.__name__] = numba.njit(cache=True, **options, **more)(kernel)
-        except RuntimeError:  # no folder to keep it in
-            scope[kernel.__name__] = numba.njit(**options, **more)(kernel)
-        return scope[kernel.__name__]
 
     def on_torchs_threads(kernel):
         def launch(*args):
@@ -445,17 +513,37 @@ def cpu_kernels():
                 kernel(*(x.numpy() if isinstance(x, Tensor) else x for x in args))
         return launch
 
-    for helper in aligned_empty, _exp, _gelu, _tiles, _finish, _outer_products, _attend_block, _store:
-        compiled(helper)
-    for helper in _rounded, _scaled, _multiply, _normalise, _attend_one, _attend_many:
-        compiled(helper, parallel=True)
+    return SimpleNamespace(**{kernel.__name__[1:]: on_torchs_threads(compiled[kernel.__name__])
+                              for kernel in (_project, _begin, _end, _attend, _block)})
+
+
+def compile_kernels(numba) -> dict:
+    """This module's names, with the kernels as numba compiles them at their first call: bound to a copy of the names,
+    since numba would keep no kernel that closes over another."""
+    scope = globals() | {"prange": numba.prange} | Instructions().bound()
+    # Sums may be reordered (for SIMD), but NaN and infinity keep their meaning, unlike under fastmath=True.
+    options = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz"}, nogil=True)
+
+    def add(kernel, **more):
+        kernel = types.FunctionType(kernel.__code__, scope, kernel.__name__)
+        try:
+            scope[kernel.__name__] = numba.njit(cache=True, **options, **more)(kernel)
+        except RuntimeError:  # no folder to keep it in
+            scope[kernel.__name__] = numba.njit(**options, **more)(kernel)
+
+    for kernel in (aligned_empty, _exp, _gelu, _tiles, _finish, _outer_products, _slot, _load_keys, _soften,
+                   _attend_block, _store):
+        add(kernel)
+    for kernel in _rounded, _scaled, _multiply, _normalise, _attend_one, _attend_many:
+        add(kernel, parallel=True)
     choose_narrowing(scope["_rounded"], scope["_scaled"])
-    kernels = [compiled(kernel) for kernel in (_project, _begin, _end, _attend, _block)]
-    return SimpleNamespace(**{kernel.__name__[1:]: on_torchs_threads(kernel) for kernel in kernels})
+    for kernel in _project, _begin, _end, _attend, _block:
+        add(kernel)
+    return scope
 
 
-def choose_narrowing(rounded, scaled):
-    """`_narrowed` for the kernels: which of the two, by the dtype that is asked for."""
+def choose_narrowing(rounded: Callable, scaled: Callable) -> None:
+    """Tells numba which of the two `_narrowed` is, by the dtype that is asked for."""
     from numba import types
     from numba.extending import overload
 
@@ -469,7 +557,7 @@ def choose_narrowing(rounded, scaled):
 
 
 @functools.cache
-def processor_features():
+def processor_features() -> frozenset[str]:
     """Names of what the processor can do, as LLVM calls them; none where numba is told to compile for another."""
     import llvmlite.binding
     import numba
@@ -479,7 +567,7 @@ def processor_features():
     return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
 
 
-def activations_like(weight):
+def activations_like(weight: Tensor) -> np.ndarray:
     """An empty array of the dtype in which activations are multiplied by this weight. float32 is exact; bfloat16 and
     whole numbers of 16 bits are what the processor multiplies by weights of 16 and of 8 bits."""
     native = {torch.bfloat16: ("avx512bf16", np.uint16), torch.int8: ("avx512vnni", np.int16)}
@@ -488,208 +576,306 @@ def activations_like(weight):
     return np.empty(0, dtype if has else np.float32)
 
 
-def intrinsics():
-    """What the kernels do that Python has no word for, in the compiler's terms. See their names for what they mean."""
-    import llvmlite.binding
-    from llvmlite import ir
-    from numba import types
-    from numba.core import cgutils
-    from numba.extending import intrinsic
+class Flavour(NamedTuple):
+    """How two dtypes are multiplied."""
 
-    llvmlite.binding.initialize_native_asmparser()
-    wide = "avx512f" in processor_features()  # 32 registers of 16 numbers; else 16 of 8, or as good as that
-    lanes, rows, outs = (16, 4, 4) if wide else (8, 4, 2)
-    i8, i16, i32, i64, f32 = *map(ir.IntType, (8, 16, 32, 64)), ir.FloatType()
+    step: int            # numbers at a time
+    total: Any           # LLVM's type of a sum
+    ready: Callable      # (builder, weights) -> as they are multiplied
+    dot: Callable        # (builder, totals, activations, weights) -> totals
 
-    def vector(kind, count=lanes):
-        return ir.VectorType(kind, count)
 
-    def shaped(kind, like):  # kind, or a vector of it where `like` is one
-        return vector(kind, like.count) if isinstance(like, ir.VectorType) else kind
+class Instructions:
+    """What the stubs' bodies above say, in LLVM's terms for the processor at hand.
 
-    def constant(kind, value):
-        return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+    A tile holds its sums in vector registers: ROWS rows times OUTS outputs, `lanes` float32 each. 32 registers of 16
+    lanes (AVX-512) hold 4 times 4 and what is multiplied; 16 of 8 (AVX2, or as good as that) hold 4 times 2.
+    """
 
-    def widened(builder, bits, kind):
-        wide, as_float = shaped(i32, bits.type), shaped(f32, bits.type)
+    def __init__(self):
+        import llvmlite.binding
+        from llvmlite import ir
+        from numba import types
+
+        llvmlite.binding.initialize_native_asmparser()
+        self.ir = ir
+        self.types = types
+        wide = "avx512f" in processor_features()
+        self.lanes, self.rows, self.outs = (16, 4, 4) if wide else (8, 4, 2)
+        self.i8, self.i16, self.i32, self.i64 = map(ir.IntType, (8, 16, 32, 64))
+        self.f32 = ir.FloatType()
+        self.lane_halves = self._lane_halves()
+
+    def bound(self) -> dict[str, Any]:
+        """The stubs' names -> numba intrinsics, and the shape of a tile."""
+        from numba.extending import intrinsic
+
+        types = self.types
+
+        @intrinsic
+        def widen(typing_context, number):
+            return types.float32(number), self._widen
+
+        @intrinsic
+        def as_stored(typing_context, number, array):
+            return array.dtype(number, array), self._as_stored
+
+        @intrinsic
+        def as_float(typing_context, bits):
+            return types.float32(bits), lambda context, builder, signature, args: builder.bitcast(args[0], self.f32)
+
+        @intrinsic
+        def fetch(typing_context, array, head, slot, d):
+            return types.void(array, head, slot, d), self._fetch
+
+        @intrinsic(prefer_literal=True)
+        def tile(typing_context, rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
+            return types.void(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead,
+                              fetch), self._tile
+
+        @intrinsic(prefer_literal=True)
+        def outer(typing_context, rows, x, row, weight, column, out, add):
+            return types.void(rows, x, row, weight, column, out, add), self._outer
+
+        return {"_widen": widen, "_as": as_stored, "_as_float": as_float, "_fetch": fetch, "_tile": tile,
+                "_outer": outer, "ROWS": self.rows, "OUTS": self.outs, "COLUMNS": self.outs * self.lanes}
+
+    # --- vectors
+
+    def _vector(self, kind, count=None):
+        return self.ir.VectorType(kind, count or self.lanes)
+
+    def _shaped(self, kind, like):
+        """kind, or a vector of it where `like` is one."""
+        return self._vector(kind, like.count) if isinstance(like, self.ir.VectorType) else kind
+
+    def _constant(self, kind, value):
+        return self.ir.Constant(kind, [value] * kind.count if isinstance(kind, self.ir.VectorType) else value)
+
+    # --- numbers: see _widen and _as
+
+    def _widened(self, builder, bits, kind):
+        types, as_float = self.types, self._shaped(self.f32, bits.type)
         if kind == types.float32:
             return bits
         if kind == types.int8:
             return builder.sitofp(bits, as_float)
         if kind == types.int16:
-            return builder.fpext(builder.bitcast(bits, shaped(ir.HalfType(), bits.type)), as_float)
-        return builder.bitcast(builder.shl(builder.zext(bits, wide), constant(wide, 16)), as_float)
+            return builder.fpext(builder.bitcast(bits, self._shaped(self.ir.HalfType(), bits.type)), as_float)
+        as_int = self._shaped(self.i32, bits.type)
+        return builder.bitcast(builder.shl(builder.zext(bits, as_int), self._constant(as_int, 16)), as_float)
 
-    @intrinsic
-    def widen(typing_context, number):
-        return types.float32(number), lambda context, builder, signature, args: widened(
-            builder, args[0], signature.args[0])
+    def _widen(self, context, builder, signature, args):
+        return self._widened(builder, args[0], signature.args[0])
 
-    @intrinsic
-    def as_stored(typing_context, number, array):
-        def code(context, builder, signature, args):
-            number, kind = args[0], signature.args[1].dtype
-            if kind == types.float32:
-                return number
-            if kind == types.int16:
-                return builder.bitcast(builder.fptrunc(number, ir.HalfType()), i16)
-            bits = builder.bitcast(number, i32)                      # half of the last bit kept; a tie becomes even
-            odd = builder.and_(builder.lshr(bits, constant(i32, 16)), constant(i32, 1))
-            nearest = builder.lshr(builder.add(builder.add(bits, constant(i32, 0x7fff)), odd), constant(i32, 16))
-            is_nan = builder.fcmp_unordered("uno", number, number)
-            return builder.trunc(builder.select(is_nan, constant(i32, 0x7fc0), nearest), i16)
-        return array.dtype(number, array), code
+    def _as_stored(self, context, builder, signature, args):
+        number, kind = args[0], signature.args[1].dtype
+        if kind == self.types.float32:
+            return number
+        if kind == self.types.int16:
+            return builder.bitcast(builder.fptrunc(number, self.ir.HalfType()), self.i16)
+        bits = builder.bitcast(number, self.i32)
+        sixteen, one, half = self.i32(16), self.i32(1), self.i32(0x7fff)
+        odd = builder.and_(builder.lshr(bits, sixteen), one)         # half of the last bit kept; a tie becomes even
+        nearest = builder.lshr(builder.add(builder.add(bits, half), odd), sixteen)
+        is_nan = builder.fcmp_unordered("uno", number, number)
+        return builder.trunc(builder.select(is_nan, self.i32(0x7fc0), nearest), self.i16)
 
-    @intrinsic
-    def as_float(typing_context, bits):
-        return types.float32(bits), lambda context, builder, signature, args: builder.bitcast(args[0], f32)
+    # --- memory
 
-    def element(context, builder, kind, array, index):
+    def _address(self, context, builder, kind, array, index):
         """The address of an element of a numba array."""
+        from numba.core import cgutils
+
         array = context.make_array(kind)(context, builder, array)
         return cgutils.get_item_pointer(context, builder, kind, array, index)
 
-    def fetched(builder, address):
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type],
-                                                 ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32]))
-        builder.call(fetch, [address, i32(0), i32(3), i32(1)])       # to be read, into all caches, data
+    def _row_addresses(self, context, builder, kind, array, row, column, count):
+        return [self._address(context, builder, kind, array, [builder.add(row, self.i64(n)), column])
+                for n in range(count)]
 
-    @intrinsic
-    def fetch(typing_context, array, head, slot, d):
-        def code(context, builder, signature, args):
-            index = [context.cast(builder, at, kind, types.intp) for at, kind in zip(args[1:], signature.args[1:])]
-            address = element(context, builder, signature.args[0], args[0], index)
-            fetched(builder, builder.bitcast(address, i8.as_pointer()))
-            return context.get_dummy_value()
-        return types.void(array, head, slot, d), code
+    def _integers(self, context, builder, signature, args, places):
+        """The arguments at these places as 64-bit integers."""
+        return [context.cast(builder, args[n], signature.args[n], self.types.intp) for n in places]
 
-    def assembly(instruction):
+    def _prefetch(self, builder, address):
+        kind = self.ir.FunctionType(self.ir.VoidType(), [address.type, self.i32, self.i32, self.i32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+        builder.call(prefetch, [address, self.i32(0), self.i32(3), self.i32(1)])       # to read, into all caches, data
+
+    def _fetch(self, context, builder, signature, args):
+        index = self._integers(context, builder, signature, args, range(1, 4))
+        address = self._address(context, builder, signature.args[0], args[0], index)
+        self._prefetch(builder, builder.bitcast(address, self.i8.as_pointer()))
+        return context.get_dummy_value()
+
+    def _load(self, builder, address, count):
+        """`count` numbers of what address points to."""
+        value = builder.load(builder.bitcast(address, self._vector(address.type.pointee, count).as_pointer()))
+        value.align = 1
+        return value
+
+    def _load_part(self, builder, address, count, part):
+        """The first `part` of them, and zeros: what lies behind may belong to somebody else."""
+        from numba.core import cgutils
+
+        kind = self._vector(address.type.pointee, count)
+        lane = self.ir.Constant(self._vector(self.i16, count), list(range(count)))
+        last = builder.insert_element(lane, builder.trunc(part, self.i16), self.i32(0))
+        first = self._constant(self._vector(self.i32, count), 0)
+        mask = builder.icmp_unsigned("<", lane, builder.shuffle_vector(last, last, first))
+        element = {self.f32: "f32", self.i16: "i16", self.i8: "i8"}[address.type.pointee]
+        load = cgutils.get_or_insert_function(
+            builder.module, self.ir.FunctionType(kind, [kind.as_pointer(), self.i32, mask.type, kind]),
+            f"llvm.masked.load.v{count}{element}.p0")
+        return builder.call(load, [builder.bitcast(address, kind.as_pointer()), self.i32(1), mask,
+                                   self.ir.Constant(kind, None)])
+
+    # --- products and sums
+
+    def _flavour(self, x, weight) -> Flavour:
+        """By numba's types of activations and weights."""
+        types, lanes = self.types, self.lanes
+        if (x, weight) == (types.uint16, types.uint16):
+            return Flavour(2 * lanes, self.f32, lambda builder, w: w, self._assembly("vdpbf16ps"))
+        if (x, weight) == (types.int16, types.int8):
+            pairs = self._vector(self.i16, 2 * lanes)
+            return Flavour(2 * lanes, self.i32, lambda builder, w: builder.sext(w, pairs), self._assembly("vpdpwssd"))
+        return Flavour(lanes, self.f32, lambda builder, w: self._widened(builder, w, weight), self._fused)
+
+    def _assembly(self, instruction):
+        """An instruction that adds the products of pairs of 16 bits to a total of 32."""
+        pairs = self._vector(self.i32)
+
         def dot(builder, total, x, w):
-            kind = ir.FunctionType(total.type, [total.type, vector(i32), vector(i32)])
-            as_pairs = [builder.bitcast(value, vector(i32)) for value in (x, w)]
-            return builder.call(ir.InlineAsm(kind, instruction + " $3, $2, $0", "=v,0,v,v"), [total, *as_pairs])
+            kind = self.ir.FunctionType(total.type, [total.type, pairs, pairs])
+            code = self.ir.InlineAsm(kind, instruction + " $3, $2, $0", "=v,0,v,v")
+            return builder.call(code, [total, builder.bitcast(x, pairs), builder.bitcast(w, pairs)])
         return dot
 
-    def fused(builder, total, x, w):
+    def _fused(self, builder, total, x, w):
+        """total + x * w, rounded once."""
         return builder.fadd(total, builder.fmul(x, w, flags=("contract",)), flags=("contract",))
 
-    def flavour(x, weight):
-        """How two dtypes are multiplied: numbers a step, dtype of a sum, what a weight is made, and the product."""
-        if (x, weight) == (types.uint16, types.uint16):
-            return 2 * lanes, f32, lambda builder, w: w, assembly("vdpbf16ps")
-        if (x, weight) == (types.int16, types.int8):
-            return 2 * lanes, i32, lambda builder, w: builder.sext(w, vector(i16, 2 * lanes)), assembly("vpdpwssd")
-        return lanes, f32, lambda builder, w: widened(builder, w, weight), fused
+    def _lane_halves(self):
+        """Which of two vectors' lanes are added to which others, step by step: neighbours, first in groups of four,
+        which processors shuffle fastest, then whole groups."""
+        lanes = self.lanes
+        in_fours = [[at + 4 * group + n for group in range(lanes // 4) for at in (0, lanes) for n in (odd, odd + 2)]
+                    for odd in (0, 1)]
+        of_fours = [[4 * group + n for group in range(odd, lanes // 2, 2) for n in range(4)] for odd in (0, 1)]
+        steps = [in_fours] * 2 + [of_fours] * (lanes // 4).bit_length()
+        return [[self.ir.Constant(self._vector(self.i32), half) for half in step]
+                for step in steps[:lanes.bit_length() - 1]]
 
-    def loaded(builder, address, count, part=None):
-        """`count` numbers of what address points to; the first `part` of them and zeros, where that is given."""
-        kind = vector(address.type.pointee, count)
-        if part is None:
-            value = builder.load(builder.bitcast(address, kind.as_pointer()))
-            value.align = 1
-            return value
-        lane = ir.Constant(vector(i16, count), list(range(count)))
-        last = builder.insert_element(lane, builder.trunc(part, i16), i32(0))
-        mask = builder.icmp_unsigned("<", lane, builder.shuffle_vector(last, last, constant(vector(i32, count), 0)))
-        element = {f32: "f32", i16: "i16", i8: "i8"}[address.type.pointee]
-        load = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(kind, [kind.as_pointer(), i32, mask.type, kind]),
-            f"llvm.masked.load.v{count}{element}.p0")
-        return builder.call(load, [builder.bitcast(address, kind.as_pointer()), i32(1), mask, ir.Constant(kind, None)])
-
-    # Which of two vectors' lanes are added to which others, step by step: neighbours, first in groups of four, which
-    # processors shuffle fastest, then whole groups.
-    in_fours = [[at + 4 * group + n for group in range(lanes // 4) for at in (0, lanes) for n in (odd, odd + 2)]
-                for odd in (0, 1)]
-    of_fours = [[4 * group + n for group in range(odd, lanes // 2, 2) for n in range(4)] for odd in (0, 1)]
-    steps = [in_fours] * 2 + [of_fours] * (lanes // 4).bit_length()
-    steps = [[ir.Constant(vector(i32), half) for half in step] for step in steps[:lanes.bit_length() - 1]]
-
-    def summed(builder, totals):
+    def _summed(self, builder, totals):
         """The sums of the lanes of each vector, in the lanes of one."""
-        add = builder.add if totals[0].type.element == i32 else builder.fadd
-        for step in steps:
+        add = builder.add if totals[0].type.element == self.i32 else builder.fadd
+        for first, second in self.lane_halves:
             pairs = list(zip(totals[::2], totals[1::2])) or [(totals[0], totals[0])]
-            totals = [add(*(builder.shuffle_vector(*pair, half) for half in step)) for pair in pairs]
-        return totals[0] if totals[0].type.element == f32 else builder.sitofp(totals[0], vector(f32))
+            totals = [add(builder.shuffle_vector(*pair, first), builder.shuffle_vector(*pair, second))
+                      for pair in pairs]
+        whole = totals[0].type.element == self.i32
+        return builder.sitofp(totals[0], self._vector(self.f32)) if whole else totals[0]
 
-    @intrinsic(prefer_literal=True)
-    def tile(typing_context, rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
-        def code(context, builder, signature, args):
-            kinds, (rows, outs) = signature.args, (kind.literal_value for kind in signature.args[:2])
-            row, o, start, length, at, column, ahead, fetch = (
-                context.cast(builder, args[n], kinds[n], types.intp) for n in (3, 5, 6, 7, 9, 10, 12, 13))
-            step, total, ready, dot = flavour(kinds[2].dtype, kinds[4].dtype)
-            xs, weights, places = ([element(context, builder, kinds[n], args[n], [builder.add(i, i64(r)), k])
-                                    for r in range(count)] for n, i, k, count in
-                                   ((2, row, start, rows), (4, o, start, outs), (8, at, column, rows)))
-            size = context.get_abi_sizeof(context.get_data_type(kinds[4].dtype))
-            first = builder.bitcast(weights[0], i8.as_pointer())
-            zero = ir.Constant(vector(total), None)
-            totals = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * outs)]
+    # --- the two loops
 
-            def add_up(index, part=None):
-                ws = [ready(builder, loaded(builder, builder.gep(w, [index]), step, part)) for w in weights]
-                for r in range(rows):
-                    values = loaded(builder, builder.gep(xs[r], [index]), step, part)
-                    for w, place in zip(ws, totals[r * outs:]):
-                        builder.store(dot(builder, builder.load(place), values, w), place)
+    def _tile(self, context, builder, signature, args):
+        """See the function `_tile`: a loop over whole vectors, what is left of the row, and the sums."""
+        from numba.core import cgutils
 
-            whole = builder.udiv(length, i64(step))
-            with cgutils.for_range(builder, whole) as loop:
-                index = builder.mul(loop.index, i64(step))
-                line = builder.add(ahead, builder.mul(builder.mul(index, fetch), i64(size)))
-                with cgutils.for_range(builder, fetch) as nth:       # one after another, as memory likes it
-                    further = builder.mul(nth.index, i64(step * size))
-                    fetched(builder, builder.gep(first, [builder.add(line, further)]))
-                add_up(index)
-            index = builder.mul(whole, i64(step))
-            rest = builder.sub(length, index)
-            with builder.if_then(builder.icmp_signed(">", rest, i64(0)), likely=False):
-                add_up(index, rest)
-            found = summed(builder, [builder.load(place) for place in totals])
-            for r, place in enumerate(places):
-                mask = ir.Constant(vector(i32, outs), list(range(r * outs, (r + 1) * outs)))
-                own = builder.shuffle_vector(found, found, mask)
-                before = loaded(builder, place, outs)
-                own = builder.fadd(own, builder.select(args[11], before, ir.Constant(before.type, None)))
-                builder.store(own, builder.bitcast(place, own.type.as_pointer())).align = 4
-            return context.get_dummy_value()
-        return types.void(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch), code
+        kinds = signature.args
+        n_rows, n_outs = (kind.literal_value for kind in kinds[:2])
+        row, o, start, length, at, column, ahead, fetch = self._integers(
+            context, builder, signature, args, (3, 5, 6, 7, 9, 10, 12, 13))
+        flavour = self._flavour(kinds[2].dtype, kinds[4].dtype)
+        xs = self._row_addresses(context, builder, kinds[2], args[2], row, start, n_rows)
+        weights = self._row_addresses(context, builder, kinds[4], args[4], o, start, n_outs)
+        places = self._row_addresses(context, builder, kinds[8], args[8], at, column, n_rows)
+        size = context.get_abi_sizeof(context.get_data_type(kinds[4].dtype))
+        zero = self.ir.Constant(self._vector(flavour.total), None)
+        totals = [cgutils.alloca_once_value(builder, zero) for _ in range(n_rows * n_outs)]
 
-    @intrinsic(prefer_literal=True)
-    def outer(typing_context, rows, x, row, weight, column, out, add):
-        def code(context, builder, signature, args):
-            kinds, rows = signature.args, signature.args[0].literal_value
-            row, column = (context.cast(builder, args[n], kinds[n], types.intp) for n in (2, 4))
-            K = cgutils.unpack_tuple(builder, context.make_array(kinds[3])(context, builder, args[3]).shape)[0]
-            places = [[element(context, builder, kinds[5], args[5],
-                               [builder.add(row, i64(r)), builder.add(column, i64(n * lanes))]) for n in range(outs)]
-                      for r in range(rows)]
-            zero = ir.Constant(vector(f32), None)
-            totals = [[cgutils.alloca_once_value(builder, builder.select(args[6], loaded(builder, place, lanes), zero))
-                       for place in own] for own in places]
-            with cgutils.for_range(builder, K) as loop:
-                ws = [loaded(builder, element(context, builder, kinds[3], args[3], [
-                    loop.index, builder.add(column, i64(n * lanes))]), lanes) for n in range(outs)]
-                for r, own in enumerate(totals):
-                    number = builder.load(element(context, builder, kinds[1], args[1],
-                                                  [builder.add(row, i64(r)), loop.index]))
-                    lane = builder.insert_element(ir.Constant(vector(f32), ir.Undefined), number, i32(0))
-                    spread = builder.shuffle_vector(lane, lane, constant(vector(i32), 0))
-                    for w, total in zip(ws, own):
-                        builder.store(fused(builder, builder.load(total), spread, w), total)
-            for own, total in zip(itertools.chain(*places), itertools.chain(*totals)):
-                value = builder.load(total)
-                builder.store(value, builder.bitcast(own, value.type.as_pointer())).align = 4
-            return context.get_dummy_value()
-        return types.void(rows, x, row, weight, column, out, add), code
+        whole = builder.udiv(length, self.i64(flavour.step))
+        with cgutils.for_range(builder, whole) as loop:
+            index = builder.mul(loop.index, self.i64(flavour.step))
+            self._fetch_ahead(builder, weights[0], ahead, index, fetch, flavour.step, size)
+            self._add_up(builder, flavour, xs, weights, totals, index)
+        index = builder.mul(whole, self.i64(flavour.step))
+        rest = builder.sub(length, index)
+        with builder.if_then(builder.icmp_signed(">", rest, self.i64(0)), likely=False):
+            self._add_up(builder, flavour, xs, weights, totals, index, rest)
+        found = self._summed(builder, [builder.load(place) for place in totals])
+        for r, place in enumerate(places):
+            self._keep(builder, found, range(r * n_outs, (r + 1) * n_outs), place, args[11])
+        return context.get_dummy_value()
 
-    return {"_widen": widen, "_as": as_stored, "_as_float": as_float, "_fetch": fetch, "_tile": tile,
-            "ROWS": rows, "OUTS": outs, "COLUMNS": outs * lanes, "_outer": outer}
+    def _fetch_ahead(self, builder, address, ahead, index, fetch, step, size):
+        """Ask for `fetch` vectors of weights, `ahead` bytes behind these; one after another, as memory likes it."""
+        from numba.core import cgutils
+
+        first = builder.bitcast(address, self.i8.as_pointer())
+        line = builder.add(ahead, builder.mul(builder.mul(index, fetch), self.i64(size)))
+        with cgutils.for_range(builder, fetch) as nth:
+            further = builder.mul(nth.index, self.i64(step * size))
+            self._prefetch(builder, builder.gep(first, [builder.add(line, further)]))
+
+    def _add_up(self, builder, flavour, xs, weights, totals, index, part=None):
+        """Add the products at `index` and on, a vector of them or the first `part`, to all totals."""
+        def load(address):
+            address = builder.gep(address, [index])
+            if part is None:
+                return self._load(builder, address, flavour.step)
+            return self._load_part(builder, address, flavour.step, part)
+
+        ws = [flavour.ready(builder, load(address)) for address in weights]
+        for r, address in enumerate(xs):
+            values = load(address)
+            for w, place in zip(ws, totals[r * len(ws):]):
+                builder.store(flavour.dot(builder, builder.load(place), values, w), place)
+
+    def _keep(self, builder, found, lanes, place, add):
+        """Store some lanes at `place`, or add them to what is there."""
+        mask = self.ir.Constant(self._vector(self.i32, len(lanes)), list(lanes))
+        own = builder.shuffle_vector(found, found, mask)
+        before = self._load(builder, place, len(lanes))
+        own = builder.fadd(own, builder.select(add, before, self.ir.Constant(before.type, None)))
+        builder.store(own, builder.bitcast(place, own.type.as_pointer())).align = 4
+
+    def _outer(self, context, builder, signature, args):
+        """See the function `_outer`: each number of x is spread over a vector and multiplied by COLUMNS of weight."""
+        from numba.core import cgutils
+
+        kinds = signature.args
+        row, column = self._integers(context, builder, signature, args, (2, 4))
+        columns = [builder.add(column, self.i64(n * self.lanes)) for n in range(self.outs)]
+        rows = [builder.add(row, self.i64(r)) for r in range(kinds[0].literal_value)]
+        K = cgutils.unpack_tuple(builder, context.make_array(kinds[3])(context, builder, args[3]).shape)[0]
+        zero = self.ir.Constant(self._vector(self.f32), None)
+        places = [[self._address(context, builder, kinds[5], args[5], [r, c]) for c in columns] for r in rows]
+        totals = [[cgutils.alloca_once_value(
+            builder, builder.select(args[6], self._load(builder, place, self.lanes), zero)) for place in own]
+            for own in places]
+        with cgutils.for_range(builder, K) as loop:
+            ws = [self._load(builder, self._address(context, builder, kinds[3], args[3], [loop.index, c]), self.lanes)
+                  for c in columns]
+            for r, own in zip(rows, totals):
+                number = builder.load(self._address(context, builder, kinds[1], args[1], [r, loop.index]))
+                spread = self._spread(builder, number)
+                for w, total in zip(ws, own):
+                    builder.store(self._fused(builder, builder.load(total), spread, w), total)
+        for place, total in zip(itertools.chain(*places), itertools.chain(*totals)):
+            value = builder.load(total)
+            builder.store(value, builder.bitcast(place, value.type.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    def _spread(self, builder, number):
+        """A number in all lanes."""
+        lane = builder.insert_element(self.ir.Constant(self._vector(self.f32), self.ir.Undefined), number, self.i32(0))
+        return builder.shuffle_vector(lane, lane, self._constant(self._vector(self.i32), 0))
 
 
-def physical_cores():
+def physical_cores() -> int | None:
     """How many cores this process may use, or None where the system does not tell. Two threads of one core share its
     arithmetic and its caches: products gain nothing from the second, and wait for it."""
     with contextlib.suppress(OSError, AttributeError):
@@ -697,9 +883,10 @@ def physical_cores():
         return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
 
 
-def use_threads(count=None):
+def use_threads(count: int | None = None) -> None:
     """Products run on `count` threads; by default on as many as there are physical cores."""
-    if count := count or physical_cores():
+    count = count or physical_cores()
+    if count:
         torch.set_num_threads(count)
 
 

@@ -420,6 +420,79 @@ torch.testing.assert_close(torch.cat(out, dim=2), expected, atol=1e-5, rtol=0)
 """
 
 
+def small_block(dtype):
+    """A block of 2 heads of 5, packed; its input of 5 tokens; and a view of 3 rows of it: two that decode, and a prompt
+    behind stored tokens, on pages in no order, in pools that hold NaN beside what is stored."""
+    config = engine.GPT2Config(n_layer=1, n_head=2, n_embd=10, n_inner=21)
+    block = engine_cpu.TiledBlock(config, 0, engine_cpu.TiledLinear)
+    for name, parameter in block.named_parameters():
+        parameter.data = torch.randn(parameter.shape) * (0.3 if parameter.ndim > 1 else 1.0) + ("ln_" in name)
+        if parameter.ndim > 1 and dtype != "int8":
+            parameter.data = parameter.data.to(engine.DTYPES[dtype])
+    if dtype == "int8":
+        for parent in block.attn, block.mlp:
+            for name, child in list(parent.named_children()):
+                setattr(parent, name, engine_cpu.Int8Linear.of(child))
+    pack_block(block)
+    cache = engine_cpu.TiledCache(1, 2, 5, page_size=4, max_pages=6, dtype=block.attn.c_attn.weight.dtype
+                                  if dtype != "int8" else torch.bfloat16)
+    plan = engine.plan_rows([2, 0, 5], [1, 1, 3], [[4], [1], [5, 0]], 4)
+    for pool in cache.k, cache.v:
+        pool.fill_(float("nan"))
+        for page, slots in ((4, 2), (5, 4), (0, 1)):
+            pool[:, :, 4 * page:4 * page + slots] = torch.randn(1, 2, slots, 5).to(pool.dtype)
+    view = engine_cpu.KVView(*cache.arrays, plan.slots, plan.page_ids, plan.stored, plan.counts, 4)
+    return block, torch.randn(5, 10), view
+
+
+@pytest.mark.parametrize("dtype", engine.CPU_DTYPES)
+def test_kernels_run_without_numba_too(dtype):
+    """Slowly, in plain Python: a whole block, with the numbers of the compiled one."""
+    block, x, view = small_block(dtype)
+    found = []
+    for run in engine_cpu._block, engine_cpu.cpu_kernels().block:
+        own = view._replace(k=view.k.copy(), v=view.v.copy())
+        out = x.numpy().copy()
+        run(out, block.weights, tuple(own), 0, np.float32(0.4), np.full(5 * (5 * 10 + 21), np.nan, np.float32))
+        stored = np.array([engine_cpu._widen(number) for pool in (own.k, own.v) for number in pool.ravel()])
+        found.append((out, stored))
+    (plain, plain_kv), (compiled, compiled_kv) = found
+    assert np.isfinite(plain).all() and np.abs(plain - x.numpy()).max() > 0.5
+    # In the others a sum's last bit may round an activation to the other side.
+    limit = 1e-5 if dtype in ("float32", "float16") else 2e-2
+    np.testing.assert_allclose(plain, compiled, atol=limit * np.abs(plain).max(), rtol=0)
+    np.testing.assert_allclose(plain_kv, compiled_kv, atol=max(limit, 1e-2 * (dtype == "float16")), rtol=limit)
+    assert np.isfinite(plain_kv).sum() == 2 * 2 * 5 * (7 + 5)        # what was stored, and the new tokens
+
+
+@pytest.mark.parametrize("activations, weights", [
+    (np.float32, torch.float32), (np.float32, torch.float16), (np.float32, torch.bfloat16), (np.float32, torch.int8),
+    (np.uint16, torch.bfloat16), (np.int16, torch.int8)])
+def test_plain_product_of_each_pair_of_dtypes(activations, weights):
+    """What the instructions of any processor mean, on any processor."""
+    x = torch.randn(6, 37)
+    whole = weights == torch.int8
+    weight = (torch.randint(-127, 128, (9, 37)) if whole else torch.randn(9, 37)).to(weights)
+    scale, bias = torch.rand(9), torch.randn(9)
+    product = engine_cpu.Product(engine_cpu.as_array(weight), scale.numpy(), bias.numpy(), np.empty(0, activations))
+    out = np.zeros((6, 9), np.float32)
+    engine_cpu._project(x.numpy(), product, out, False, False)
+    expected = x.double() @ weight.double().t() * scale.double() + bias.double()
+    limit = {np.float32: 1e-6, np.uint16: 4e-3, np.int16: 1e-4}[activations]
+    assert np.abs(out - expected.numpy()).max() < limit * expected.abs().max().item()
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3.14159, 65504.0, 1e-7, float("inf"),
+                                    float("nan")])
+def test_numbers_as_they_are_stored(number):
+    """To 16 bits and back as torch rounds them: to the nearest, a tie to even."""
+    for dtype, kind in ((torch.bfloat16, np.uint16), (torch.float16, np.int16), (torch.float32, np.float32)):
+        stored = np.empty(1, kind)
+        stored[0] = engine_cpu._as(np.float32(number), stored)
+        expected = torch.tensor([number]).to(dtype).float().numpy()
+        np.testing.assert_equal(engine_cpu._widen(stored[0]), expected[0])
+
+
 def test_kernels_for_a_processor_with_shorter_registers():
     """numba is told to compile for a processor without AVX-512: other tiles, and weights widened to float32."""
     done = subprocess.run([sys.executable, "-c", PLAIN_PROCESSOR], capture_output=True, text=True,
