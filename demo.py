@@ -26,15 +26,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from flask import Flask, Response, request, send_file
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from tiktoken import Encoding
 from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
@@ -61,7 +63,8 @@ HISTORY_SECONDS = 60
 class ApiError(Exception):
     """An answer to the client: {"error": {message, type, param, code, and `more` fields}}."""
 
-    def __init__(self, status, message, param=None, code=None, headers=None, **more):
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
+                 headers: dict | None = None, **more):
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
             status, "server_error" if status >= 500 else "invalid_request_error")
         self.status, self.headers = status, headers or {}
@@ -75,7 +78,7 @@ class ClientGone(ApiError):
         super().__init__(499, "the client closed the connection")
 
 
-def answer_error(err):
+def answer_error(err: Exception) -> tuple[dict, int, dict]:
     """What a route raised, as a Flask answer."""
     if isinstance(err, UserError):
         words = str(err).replace(":", " ").split()
@@ -100,7 +103,7 @@ UNSUPPORTED = ["best_of", "suffix"]
 MAX_N, MAX_STOPS, MAX_BIASES = 128, 4, 1024
 
 
-def read_body(known):
+def read_body(known: Sequence[str]) -> dict:
     """The request's JSON object without its nulls, which mean the default. Raises ApiError for what is none."""
     if request.mimetype != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, not {shown(request.mimetype)}")
@@ -115,7 +118,7 @@ def read_body(known):
     return known_fields(body, known)
 
 
-def known_fields(body, known):
+def known_fields(body: Any, known: Sequence[str]) -> dict:
     """A JSON object's fields that are not null. Raises ApiError by the name of one that is not known."""
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, not {shown(body)}")
@@ -128,7 +131,8 @@ def known_fields(body, known):
     return body
 
 
-def typed(body, name, kind, default=None):
+def typed(body: dict, name: str, kind: type, default: Any = None) -> Any:
+    """A field's value. Raises ApiError where it is of another kind."""
     value = body.get(name, default)
     if name in body and not isinstance(value, kind):
         expected = {bool: "true or false", str: "a string", dict: "an object", list: "a list"}[kind]
@@ -136,13 +140,13 @@ def typed(body, name, kind, default=None):
     return value
 
 
-def check_count(count, limit):
+def check_count(count: int, limit: int) -> None:
     """So many requests are to be queued at once. Before their prompts are tokenized in vain."""
     if count > limit:
         raise ApiError(400, f"these are {count} requests at once; the queue holds {limit}", "prompt")
 
 
-def sampling_params(body, **more):
+def sampling_params(body: dict, **more) -> SamplingParams:
     """SamplingParams from a body's fields of the same names; OpenAI's defaults are theirs."""
     values = {name: body[name] for name in SAMPLING if name in body}
     for name, kind, limit in ("stop", list, MAX_STOPS), ("logit_bias", dict, MAX_BIASES):
@@ -157,11 +161,11 @@ def sampling_params(body, **more):
 class Prompts:
     """Makes token ids of what a client gives as a prompt: a string, ids, or a list of either."""
 
-    def __init__(self, encoding, config):
+    def __init__(self, encoding: Encoding, config: engine.GPT2Config):
         self.encoding, self.config = encoding, config
         self.longest_token = max(map(len, encoding.token_byte_values()))   # bytes
 
-    def parse(self, prompt):
+    def parse(self, prompt: Any) -> list[list[int]]:
         """-> a list of id lists, one for each prompt."""
         if isinstance(prompt, str):
             return [self.encode(prompt)]
@@ -172,7 +176,7 @@ class Prompts:
             return [self.check_ids(prompt)]
         return [self.encode(p) if isinstance(p, str) else self.check_ids(p) for p in prompt]
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         """Text to ids; no text is the start of a document. What can't fit is refused before it is tokenized."""
         if not text:
             return [self.config.eos_token_id or 0]
@@ -181,20 +185,21 @@ class Prompts:
         self.check_length(len(ids))
         return ids
 
-    def tokenize(self, text):
+    def tokenize(self, text: str) -> list[int]:
         """Any text to ids, within what the tokenizer's regular expressions have stack for."""
         if len(text) > MAX_TEXT:
             raise ApiError(400, f"the text has {len(text)} characters, at most {MAX_TEXT} are tokenized", "prompt")
         return self.encoding.encode_ordinary(text)
 
-    def check_ids(self, ids):
+    def check_ids(self, ids: Any) -> list[int]:
         """Their values are checked when they are submitted."""
         if not isinstance(ids, list) or not ids:
             raise ApiError(400, f"a prompt must be a string or at least 1 token id, not {shown(ids)}", "prompt")
         self.check_length(len(ids))
         return ids
 
-    def check_length(self, tokens, about=""):
+    def check_length(self, tokens: int, about: str = "") -> None:
+        """Raises ApiError for a prompt that the context does not hold."""
         limit = self.config.n_positions
         if tokens > limit:
             raise ApiError(400, f"the prompt has {about}{tokens} tokens, the model's context is {limit}", "prompt",
@@ -260,7 +265,7 @@ class Choice:
                 "finish_reason": finish_reason}
 
 
-def logprobs_object(tokens):
+def logprobs_object(tokens: Sequence[tuple[int, TokenLogprobs]]) -> dict:
     """OpenAI's, of (offset in the choice's text, TokenLogprobs) for each token."""
     out = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for offset, scored in tokens:
@@ -272,7 +277,7 @@ def logprobs_object(tokens):
     return out
 
 
-def join_pieces(pieces):
+def join_pieces(pieces: Sequence[dict]) -> dict:
     """The pieces of one choice as one."""
     whole = dict(pieces[-1], text="".join(piece["text"] for piece in pieces))
     if whole["logprobs"]:
@@ -287,10 +292,12 @@ def join_pieces(pieces):
 class Inbox:
     """An output_queue that passes all on to one queue, with the name of where it came from."""
 
-    def __init__(self, shared, index):
-        self.shared, self.index = shared, index
+    def __init__(self, shared: queue.SimpleQueue, index: int):
+        self.shared = shared
+        self.index = index
 
-    def put(self, token):
+    def put(self, token: int | None) -> None:
+        """What the scheduler calls with each token, and with None at the end."""
         self.shared.put((self.index, token))
 
 
@@ -300,12 +307,16 @@ class Job:
     The queue holds token ids and no more than the context has room for, so what a slow reader leaves is bounded.
     """
 
-    def __init__(self, scheduler, requests):
+    def __init__(self, scheduler: ContinuousBatchingScheduler, requests: Sequence[Request]):
         """Submits them. Raises ApiError: the queue is full, the pool too small, the engine not alive."""
-        self.scheduler, self.requests, self.queue = scheduler, requests, queue.SimpleQueue()
-        self.id, self.socket = "cmpl-" + secrets.token_hex(12), request.environ.get("werkzeug.socket")
+        self.scheduler = scheduler
+        self.requests = requests
+        self.queue = queue.SimpleQueue()
+        self.id = "cmpl-" + secrets.token_hex(12)
+        self.socket = request.environ.get("werkzeug.socket")
         for n, r in enumerate(requests):
-            r.output_queue, r.id = Inbox(self.queue, n), f"{self.id}-{n}"
+            r.id = f"{self.id}-{n}"
+            r.output_queue = Inbox(self.queue, n)
         try:
             if not scheduler.alive:
                 raise ApiError(503, "the engine is not running")
@@ -313,17 +324,19 @@ class Job:
         except QueueFull as err:
             raise ApiError(429, str(err), code="queue_full", headers={"Retry-After": "1"}) from None
 
-    def cancel(self):
+    def cancel(self) -> None:
+        """End all that have not ended."""
         for r in self.requests:
             if not r.finish_reason:
                 self.scheduler.cancel(r)
 
-    def events(self):
+    def events(self) -> Iterator[tuple[int, OutputToken | None] | None]:
         """Yields (index, token id), (index, None) at each request's end, and None after a while without any.
 
         Raises ClientGone soon after the client closed its end, whether it was streamed to or not.
         """
-        left, quiet = len(self.requests), time.monotonic()
+        left = len(self.requests)
+        quiet = time.monotonic()                                     # since when nothing was yielded
         try:
             while left:
                 try:
@@ -339,7 +352,7 @@ class Job:
         finally:
             self.cancel()
 
-    def failure(self, index):
+    def failure(self, index: int) -> ApiError | None:
         """The ApiError for a request that did not end well, else None."""
         r = self.requests[index]
         if r.finish_reason == "abort":
@@ -349,7 +362,7 @@ class Job:
         return None
 
 
-def gone(connection):
+def gone(connection: socket.socket) -> bool:
     """Whether the peer of a socket has closed it, or its sending half. What it sends meanwhile is read away."""
     try:
         with selectors.DefaultSelector() as selector:
@@ -359,7 +372,7 @@ def gone(connection):
         return True
 
 
-def event_stream(job, events):
+def event_stream(job: Job, events: Iterator[str]) -> Response:
     """An answer of server-sent events, each of which leaves at once, through proxies too."""
     headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
     response = Response(until_gone(events), mimetype="text/event-stream", headers=headers)
@@ -367,13 +380,15 @@ def event_stream(job, events):
     return response
 
 
-def until_gone(events):
+def until_gone(events: Iterator[str]) -> Iterator[str]:
+    """The events, and no complaint where the client leaves."""
     yield ": accepted\n\n"                                           # so the headers leave while it is queued
     with contextlib.suppress(ClientGone):
         yield from events
 
 
-def sse(data, event=None):
+def sse(data: Any, event: str | None = None) -> str:
+    """A server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data if isinstance(data, str) else json.dumps(data, allow_nan=False)}\n\n"
 
@@ -384,9 +399,11 @@ def sse(data, event=None):
 class Completion:
     """OpenAI's completions API over a Job. Reference: https://platform.openai.com/docs/api-reference/completions"""
 
-    def __init__(self, server):
+    def __init__(self, server: "ModelServer"):
+        """Takes the request that is being served, and queues its prompts. Raises ApiError, UserError."""
         body = read_body(COMPLETION_FIELDS)
-        self.model, self.stream = server.name, typed(body, "stream", bool, False)
+        self.model = server.name
+        self.stream = typed(body, "stream", bool, False)
         if typed(body, "model", str, self.model) != self.model:
             raise ApiError(404, f"the model is {self.model}, there is no {shown(body['model'])}", "model",
                            "model_not_found")
@@ -395,14 +412,17 @@ class Completion:
         self.include_usage = typed(options, "include_usage", bool, False)
         if options and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
-        echo, n, prompt = typed(body, "echo", bool, False), body.get("n", 1), body.get("prompt", "")
+        echo = typed(body, "echo", bool, False)
+        n = body.get("n", 1)
+        prompt = body.get("prompt", "")
         check_number("n", n, Integral, 1, MAX_N)
         many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
         check_count(n * (len(prompt) if many else 1), server.scheduler.max_waiting)
         wanted = body.get("logprobs")
         params = sampling_params(body, logprobs=wanted, prompt_logprobs=wanted if echo else None)
         groups = [Request.samples(ids, params, n, with_text=True) for ids in server.prompts.parse(prompt)]
-        self.choices, scored = [], echo and wanted is not None
+        self.choices = []
+        scored = echo and wanted is not None                         # one request of a group scores its prompt
         for group in groups:
             for r in group:
                 scores = (group[0] if r.params.prompt_logprobs is None else r) if scored else None
@@ -411,20 +431,23 @@ class Completion:
         self.job = Job(server.scheduler, [choice.request for choice in self.choices])
         self.created = int(time.time())
 
-    def answer(self):
+    def answer(self) -> Response | dict:
+        """A stream of events, or one object."""
         return event_stream(self.job, self.events()) if self.stream else self.whole()
 
-    def body(self, choices, **more):
+    def body(self, choices: list[dict], **more) -> dict:
+        """An answer with some choices' pieces."""
         return {"id": self.job.id, "object": "text_completion", "created": self.created, "model": self.model,
                 "choices": choices} | more
 
-    def usage(self):
+    def usage(self) -> dict:
+        """Tokens of the prompts, each counted once, and of the outputs so far."""
         prompt = sum(len(r.prompt_ids) for r in self.prompts)
         output = sum(len(r.output_ids) for r in self.job.requests)
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
                 "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in self.prompts)}}
 
-    def pieces(self):
+    def pieces(self) -> Iterator[dict | None]:
         """Yields the pieces of all choices as they come, None for a heartbeat. Raises ApiError where one fails."""
         for event in self.job.events():
             if event is None:
@@ -437,7 +460,8 @@ class Completion:
             if piece := choice.finish() if token is None else choice.feed(token):
                 yield piece
 
-    def events(self):
+    def events(self) -> Iterator[str]:
+        """The answer as server-sent events; an error is one of them."""
         usage = {"usage": None} if self.include_usage else {}
         try:
             for piece in self.pieces():
@@ -450,7 +474,8 @@ class Completion:
             yield sse(err.body)
         yield sse("[DONE]")
 
-    def whole(self):
+    def whole(self) -> dict:
+        """The answer in one piece, once all have ended."""
         found = [[] for _ in self.choices]
         for piece in self.pieces():
             if piece:
@@ -458,7 +483,7 @@ class Completion:
         return self.body([join_pieces(pieces) for pieces in found], usage=self.usage())
 
 
-def page_stream(server):
+def page_stream(server: "ModelServer") -> Response:
     """What the page reads: for each request an event `start`, its `token`s (with the five likeliest alternatives),
     then `done` or `error`. One connection carries them all, since browsers open no more than six to a server."""
     body = read_body([*STREAM_FIELDS, "requests"])
@@ -502,7 +527,7 @@ def token_view(r: Request, token: OutputToken) -> dict:
             "seconds": token.time - r.arrival_time, "cached_tokens": r.cached_tokens}
 
 
-def summary(r):
+def summary(r: Request) -> dict[str, Any]:
     """Counts and times (seconds) of a request that has ended; None is what it never came to."""
     first, last = (r.token_times[0], r.token_times[-1]) if r.token_times else (None, None)
     gaps = len(r.token_times) - 1
@@ -540,9 +565,13 @@ class Metrics:
     They are brought up to date when they are asked for, and every second, so the engine does nothing for them.
     """
 
-    def __init__(self, scheduler, name):
-        self.scheduler, self.labels, self.registry = scheduler, {"model_name": name, "engine": "0"}, CollectorRegistry()
-        self.ended, self.seen, self.lock = collections.deque(), {}, threading.Lock()   # seen: request -> tokens
+    def __init__(self, scheduler: ContinuousBatchingScheduler, name: str):
+        self.scheduler = scheduler
+        self.labels = {"model_name": name, "engine": "0"}
+        self.registry = CollectorRegistry()
+        self.ended = collections.deque()                             # requests that were not observed yet
+        self.seen = {}                                               # request -> how many of its tokens were observed
+        self.lock = threading.Lock()                                 # one update at a time; before the scheduler's
         self.success = Counter("vllm:request_success", "Requests by how they ended.", [*self.labels, "finished_reason"],
                                registry=self.registry)
         self.first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS)
@@ -554,7 +583,8 @@ class Metrics:
         histogram = Histogram("vllm:" + name, text, self.labels, buckets=buckets, registry=self.registry)
         return histogram.labels(**self.labels)
 
-    def update(self):
+    def update(self) -> None:
+        """Observe what has happened since the last time."""
         with self.lock:
             running = self.scheduler.running
             ended = [self.ended.popleft() for _ in range(len(self.ended))]
@@ -575,9 +605,11 @@ class Metrics:
             self.gap.observe(after - before)
         self.seen[r] = len(times)
 
-    def collect(self):
+    def collect(self) -> Iterator[Metric]:
         """What the scheduler counts itself, read when Prometheus asks."""
-        stats, labels, cache = self.scheduler.stats(), list(self.labels), self.scheduler.cache
+        stats = self.scheduler.stats()
+        labels = list(self.labels)
+        cache = self.scheduler.cache
         for kind, name, text, value in (
                 (GaugeMetricFamily, "num_requests_running", "Requests in slots.", stats["running"]),
                 (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", stats["waiting"]),
@@ -603,8 +635,11 @@ class Monitor:
 
     LINE_SECONDS = 10
 
-    def __init__(self, scheduler, metrics):
-        self.scheduler, self.metrics, self.before, self.ticks = scheduler, metrics, scheduler.stats(), 0
+    def __init__(self, scheduler: ContinuousBatchingScheduler, metrics: Metrics):
+        self.scheduler = scheduler
+        self.metrics = metrics
+        self.before = scheduler.stats()
+        self.ticks = 0                                               # seconds since the start
         self.history = collections.deque(maxlen=HISTORY_SECONDS)
         threading.Thread(target=self._run, name="monitor", daemon=True).start()
 
@@ -613,9 +648,10 @@ class Monitor:
             time.sleep(1)
             self.tick()
 
-    def tick(self):
+    def tick(self) -> None:
         """Called every second."""
-        now, self.ticks = self.scheduler.stats(), self.ticks + 1
+        now = self.scheduler.stats()
+        self.ticks += 1
         self.history.append({"tokens": now["output_tokens"] - self.before["output_tokens"],
                              "running": now["running"], "waiting": now["waiting"]})
         self.before = now
@@ -626,7 +662,7 @@ class Monitor:
                      now["waiting"], tokens / self.LINE_SECONDS, now["pages_used"], now["pages_cached"],
                      now["pages_free"])
 
-    def ended(self, r):
+    def ended(self, r: Request) -> None:
         """The scheduler's `on_finish`."""
         self.metrics.ended.append(r)
         times = summary(r)
@@ -643,29 +679,38 @@ class Monitor:
 class ModelServer:
     """What the routes share: a scheduler, a tokenizer, and how the model is called outside."""
 
-    def __init__(self, scheduler, encoding, note):
-        self.scheduler, self.encoding, self.note, self.created = scheduler, encoding, note, int(time.time())
+    def __init__(self, scheduler: ContinuousBatchingScheduler, encoding: Encoding, note: str):
+        self.scheduler = scheduler
+        self.encoding = encoding
+        self.note = note
+        self.created = int(time.time())
         model = scheduler.model
-        self.prompts, weight = Prompts(encoding, model.config), model.wte.weight
+        weight = model.wte.weight
+        self.prompts = Prompts(encoding, model.config)
         self.name = Path(model.name).resolve().name if Path(model.name).is_dir() else model.name or "gpt2"
-        self.device, self.dtype = weight.device.type, str(weight.dtype).removeprefix("torch.")
+        self.device = weight.device.type
+        self.dtype = str(weight.dtype).removeprefix("torch.")
         self.metrics = Metrics(scheduler, self.name)
         self.monitor = Monitor(scheduler, self.metrics)
         scheduler.on_finish = self.monitor.ended
 
-    def models(self):
+    def models(self) -> dict:
+        """GET /v1/models: the one that is served."""
         return {"object": "list", "data": [self.model_object()]}
 
-    def model_object(self):
+    def model_object(self) -> dict:
+        """The model as OpenAI describes one, with vLLM's `max_model_len`."""
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "local",
                 "max_model_len": self.scheduler.model.config.n_positions}
 
-    def slots(self):
+    def slots(self) -> dict:
+        """GET /slots: what the page draws."""
         return {"model": self.name, "device": self.device, "dtype": self.dtype, "note": self.note,
                 "context": self.scheduler.model.config.n_positions, "history": list(self.monitor.history)
                 } | self.scheduler.snapshot()
 
-    def tokenize(self):
+    def tokenize(self) -> dict:
+        """POST /tokenize: text to ids."""
         body = read_body(["model", "prompt", "add_special_tokens", "return_token_strs"])
         text = typed(body, "prompt", str)
         if text is None:
@@ -674,7 +719,8 @@ class ModelServer:
         strings = {"token_strs": [token_name(t) for t in ids]} if typed(body, "return_token_strs", bool) else {}
         return {"count": len(ids), "max_model_len": self.scheduler.model.config.n_positions, "tokens": ids} | strings
 
-    def detokenize(self):
+    def detokenize(self) -> dict:
+        """POST /detokenize: ids to text."""
         body = read_body(["model", "tokens"])
         if "tokens" not in body:
             raise ApiError(400, "tokens is missing", "tokens")
@@ -684,16 +730,20 @@ class ModelServer:
                 raise ApiError(400, f"tokens must be ids from 0 to {limit}, not {shown(token)}", "tokens")
         return {"prompt": self.encoding.decode(body["tokens"])}
 
-    def health(self):
+    def health(self) -> dict:
+        """GET /health. Raises ApiError (503) where the engine does not run."""
         if not self.scheduler.alive:
             raise ApiError(503, "the engine is not running")
         return {"status": "ok"}
 
 
-def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
+def create_app(scheduler: ContinuousBatchingScheduler, encoding: Encoding, api_key: str | None = None,
+               cors_origins: Sequence[str] = (), note: str = "") -> Flask:
     """The Flask app over a scheduler that was started. note: a line for the page's header."""
-    app, server = Flask(__name__, static_folder=None), ModelServer(scheduler, encoding, note)
-    app.config["MAX_CONTENT_LENGTH"], app.json.sort_keys = MAX_BODY, False
+    app = Flask(__name__, static_folder=None)
+    server = ModelServer(scheduler, encoding, note)
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
+    app.json.sort_keys = False
     app.register_error_handler(Exception, answer_error)
     app.url_map.merge_slashes = False                                # a wrong path is unknown, not moved
     open_routes = "page", "health"
@@ -756,29 +806,34 @@ def create_app(scheduler, encoding, api_key=None, cors_origins=(), note=""):
 class Arrived(io.BufferedReader):
     """Reads what has arrived instead of waiting for all that was asked for."""
 
-    def read(self, size=-1):
+    def read(self, size: int = -1) -> bytes:
+        """At most `size` bytes."""
         return self.read1(size)
 
 
 class Handler(WSGIRequestHandler):
+    """One connection: HTTP/1.1, whose requests are answered one after another."""
+
     protocol_version = "HTTP/1.1"                                    # streams in chunks: a broken one is noticed
     timeout = STALLED_SECONDS
     wbufsize = 2**16                                                 # an event is one packet ...
     disable_nagle_algorithm = True                                   # ... which leaves at once
     default_request_version = "HTTP/1.1"                             # to garbage, too, goes an answer with a status
 
-    def setup(self):
+    def setup(self) -> None:
+        """Before the first request."""
         super().setup()
         self.rfile = Arrived(self.connection.makefile("rb", buffering=0))
 
-    def handle_expect_100(self):
+    def handle_expect_100(self) -> bool:
         """Answered at once, and once: werkzeug would do it again, and not send it."""
         super().handle_expect_100()
         self.wfile.flush()
         del self.headers["Expect"]
         return True
 
-    def run_wsgi(self):
+    def run_wsgi(self) -> None:
+        """Each request: to the app, but for one whose target is no URL."""
         if self.request_version < "HTTP/1.1":                        # knows no chunks
             self.protocol_version = "HTTP/1.0"
         try:
@@ -787,7 +842,7 @@ class Handler(WSGIRequestHandler):
             return self.send_error(400, "bad request target")
         super().run_wsgi()
 
-    def send_error(self, code, message=None, explain=None):
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What is no HTTP is answered in JSON too."""
         body = json.dumps(ApiError(int(code), message or self.responses[code][0]).body).encode()
         self.send_response(code)
@@ -798,14 +853,15 @@ class Handler(WSGIRequestHandler):
         self.wfile.write(body)
         self.close_connection = True
 
-    def finish(self):
+    def finish(self) -> None:
+        """After the last request."""
         with contextlib.suppress(OSError):                           # the client has gone
             super().finish()
 
-    def log_request(self, code="-", size="-"):
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """The engine's requests are logged instead."""
 
-    def log_error(self, format, *args):
+    def log_error(self, format: str, *args) -> None:
         """What is wrong with a request is told to its client."""
 
 
@@ -814,13 +870,15 @@ class Server(ThreadedWSGIServer):
 
     daemon_threads = True
 
-    def __init__(self, listener, app):
+    def __init__(self, listener: socket.socket, app: Flask):
         host, port = listener.getsockname()[:2]
         super().__init__(host, port, app, handler=Handler, fd=listener.fileno())
         listener.close()                                             # the server has a copy of its own
-        self.handlers, self.most = set(), most_connections()
+        self.handlers = set()                                        # threads
+        self.most = most_connections()
 
-    def process_request(self, connection, address):
+    def process_request(self, connection: socket.socket, address: tuple) -> None:
+        """A thread for a connection, or 503 where there are too many."""
         if len(self.handlers) < self.most:
             return super().process_request(connection, address)
         with contextlib.suppress(OSError):
@@ -828,20 +886,22 @@ class Server(ThreadedWSGIServer):
                                b"Connection: close\r\n\r\n")
         self.shutdown_request(connection)
 
-    def process_request_thread(self, connection, address):
+    def process_request_thread(self, connection: socket.socket, address: tuple) -> None:
+        """What runs in that thread."""
         self.handlers.add(threading.current_thread())
         try:
             super().process_request_thread(connection, address)
         finally:
             self.handlers.discard(threading.current_thread())
 
-    def wait_closed(self, seconds):
+    def wait_closed(self, seconds: float) -> None:
+        """Wait until all connections are closed, at most so long."""
         end = time.monotonic() + seconds
         for thread in list(self.handlers):
             thread.join(max(0, end - time.monotonic()))
 
 
-def most_connections():
+def most_connections() -> int:
     """A third of the files that the process may open: with none left, it could accept nobody to tell."""
     try:
         import resource
@@ -851,7 +911,7 @@ def most_connections():
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 3)
 
 
-def listen(host, port):
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises UserError where the address can't be had."""
     check_number("--port", port, Integral, 0, 65535)
     try:
@@ -861,7 +921,7 @@ def listen(host, port):
         raise UserError(f"{host} port {port} can't be listened on: {err.strerror or err}") from None
 
 
-def stop_signals():
+def stop_signals() -> threading.Event:
     """An event that SIGINT and SIGTERM set."""
     stop = threading.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -869,7 +929,7 @@ def stop_signals():
     return stop
 
 
-def run(server, scheduler, stop):
+def run(server: Server, scheduler: ContinuousBatchingScheduler, stop: threading.Event) -> None:
     """Serves until `stop` is set. Then open streams are told, and have 3 seconds to read it."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     thread.start()
@@ -884,7 +944,8 @@ def run(server, scheduler, stop):
 # ---------------------------------------------------------------------------------------------------
 # Command line
 
-def parse_args(argv=None):
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of `python demo.py`."""
     parser = argparse.ArgumentParser(description="GPT-2 in the browser and behind OpenAI's completions API.")
     add = parser.add_argument
     add("--model", default="auto", help="gpt2 or another Hugging Face name, a folder, tiny, random, "
@@ -904,7 +965,8 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """`python demo.py`: serves until it is stopped. What a user can mend is one line on stderr."""
     args = parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stderr)
     try:
@@ -927,7 +989,8 @@ def main(argv=None):
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     host = "localhost" if args.host in ("127.0.0.1", "0.0.0.0", "::", "::1") else args.host
-    host, stop = f"[{host}]" if ":" in host else host, stop_signals()
+    host = f"[{host}]" if ":" in host else host
+    stop = stop_signals()
     print(f"GPT-2 ({model.name}) on http://{host}:{server.port}  Ctrl-C ends it", flush=True)
     run(server, scheduler, stop)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import engine
 from checkpoint import ACTIVATIONS, aligned_empty, empty_weight
-from scheduler import RowPlan
+from scheduler import PageTable, RowPlan
 
 BLOCK = 64       # outputs that a task computes
 PANEL = 128      # rows that it multiplies while their weights are in the first cache
@@ -517,7 +517,7 @@ def cpu_kernels() -> SimpleNamespace | None:
                               for kernel in (_project, _begin, _end, _attend, _block)})
 
 
-def compile_kernels(numba) -> dict:
+def compile_kernels(numba: types.ModuleType) -> dict[str, Any]:
     """This module's names, with the kernels as numba compiles them at their first call: bound to a copy of the names,
     since numba would keep no kernel that closes over another."""
     scope = globals() | {"prange": numba.prange} | Instructions().bound()
@@ -927,6 +927,7 @@ class OneDnnLinear(engine.Linear):
     """A projection by oneDNN where torch has it, which is faster than the BLAS behind F.linear."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out)."""
         weight = self.float_weight()
         x = x.to(weight.dtype)
         bias = None if self.bias is None else self.bias.to(weight.dtype)
@@ -1062,11 +1063,13 @@ class TiledCache(engine.PagedKVCache):
 
     @staticmethod
     def dtype_beside(weight: Tensor) -> torch.dtype:
+        """The weights' where the kernels read it, bfloat16 beside int8."""
         if not weight.is_cpu or weight.dtype not in KERNEL_DTYPES:
             return engine.PagedKVCache.dtype_beside(weight)
         return torch.bfloat16 if weight.dtype == torch.int8 else weight.dtype
 
-    def new_kv(self, tables=None, counts=None) -> engine.PagedKV:
+    def new_kv(self, tables: list[PageTable] | None = None, counts: list[int] | None = None) -> engine.PagedKV:
+        """A place for some sequences of this pool; see engine.PagedKV."""
         return TiledKV(self, tables, counts) if self.arrays else super().new_kv(tables, counts)
 
     def workspace(self, size: int) -> np.ndarray:
@@ -1088,6 +1091,7 @@ class TiledKV(engine.PagedKV):
         return torch.from_numpy(plan.positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """One call for all rows."""
         B, H, T, D = q.shape
         qkv = torch.stack([x.transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v)], 1).float()  # rows end to end
         out = torch.empty(B * T, H, D)
@@ -1136,9 +1140,11 @@ class Int8Linear(TiledLinear):
         return made
 
     def scales(self) -> Tensor:
+        """One for each output channel: (out) float32."""
         return self.scale.float()
 
     def float_weight(self) -> Tensor:
+        """The weight that the rounded one stands for (out, in), float32."""
         return self.weight * self.scale[:, None]
 
 
@@ -1151,6 +1157,7 @@ class Int8Embedding(nn.Module):
         self.register_buffer("scale", head.scale)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """ids (...) -> (..., C)."""
         return F.embedding(ids, self.weight) * self.scale[ids][..., None]
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -370,7 +370,7 @@ class Truncation(NamedTuple):
     min_p: float
 
 
-def sample_records(logits: torch.Tensor, records: torch.Tensor, state, eos: int) -> torch.Tensor:
+def sample_records(logits: torch.Tensor, records: torch.Tensor, state: Any, eos: int) -> torch.Tensor:
     """The next token of each row: logits (B, V), records (B, FIELDS or more) int32 -> (B) int32, -1 for a failed row.
 
     `sample` in other words, and the plain twin of engine_cuda.sample. state: an engine_cuda.SamplerState, where the

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from checkpoint import GPT2Config
 from errors import OutOfPages, QueueFull, UserError, check_number
@@ -28,7 +29,7 @@ from tokenizer import TextStream
 # Pages: who owns which (PagePool), which of them are found again (PrefixCache), which are a sequence (PageTable). Their
 # memory is the business of engine.PagedKVCache.
 
-def slots_of(tables, rows, positions, page_size: int):
+def slots_of(tables: Any, rows: Any, positions: Any, page_size: int) -> Any:
     """Where tokens stand in a pool: tables (B, P) page ids; rows (N) and positions (N) of tokens -> slots (N).
 
     numpy arrays or tensors; `rows` may be one number.
@@ -458,8 +459,8 @@ def finish_if_done(request: Request, config: GPT2Config) -> bool:
 # ---------------------------------------------------------------------------------------------------
 # Generation: one loop for every variant.
 
-def generate(model, prompt: Iterable[int] | Request, params: SamplingParams | None = None,
-             draft=None) -> Generator[int, None, str]:
+def generate(model: nn.Module, prompt: Iterable[int] | Request, params: SamplingParams | None = None,
+             draft: "Speculator | nn.Module | None" = None) -> Generator[int, None, str]:
     """Yields token ids as they come; the generator's return value is the finish reason.
 
     prompt: token ids, or a Request, which is then filled in as it runs. draft: a Speculator, or a small model that
@@ -482,7 +483,8 @@ def generate(model, prompt: Iterable[int] | Request, params: SamplingParams | No
     return run_request(model, request, draft)
 
 
-def run_request(model, request: Request, draft: "Speculator | None" = None) -> Generator[int, None, str]:
+def run_request(model: nn.Module, request: Request,
+                draft: "Speculator | None" = None) -> Generator[int, None, str]:
     """What `generate` returns: one pass a token, or a token and its guesses, until the request ends."""
     kv = model.new_kv()
     device = model.wte.weight.device
@@ -535,7 +537,7 @@ class Speculator:
     guess is accepted with probability min(1, p/q), which is right more often but makes another text.
     """
 
-    def __init__(self, model, tokens: int = 4):
+    def __init__(self, model: nn.Module, tokens: int = 4):
         check_number("draft tokens", tokens, Integral, 1, 64)
         self.model = model
         self.tokens = tokens
@@ -549,7 +551,7 @@ class Speculator:
         """The share of guesses that were right."""
         return self.accepted / max(1, self.proposed)
 
-    def validate(self, target) -> None:
+    def validate(self, target: nn.Module) -> None:
         """Raises UserError unless the draft model has the target's vocabulary, and pages of its own."""
         if self.model is target:
             raise UserError("the draft model can't be the target itself; share_weights makes another of it")
@@ -644,7 +646,7 @@ class Runner:
         guesses: list[int]
         logits: torch.Tensor
 
-    def __init__(self, model, max_batch_size: int):
+    def __init__(self, model: nn.Module, max_batch_size: int):
         self.model = model
 
     def launch(self, rows: list[StepRow]) -> Callable[[], Iterable[StepResult]]:
@@ -723,7 +725,7 @@ class ContinuousBatchingScheduler:
     on_finish: called with each request that has ended, in the thread that ended it; it must be quick.
     """
 
-    def __init__(self, model, max_batch_size: int = 8, max_waiting: int = 1024, prefill_chunk: int | None = None,
+    def __init__(self, model: nn.Module, max_batch_size: int = 8, max_waiting: int = 1024, prefill_chunk: int | None = None,
                  prefix_cache: bool = True, draft: Speculator | None = None,
                  on_finish: Callable[[Request], None] | None = None):
         check_number("max_batch_size", max_batch_size, Integral, 1)
