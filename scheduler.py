@@ -725,8 +725,8 @@ class ContinuousBatchingScheduler:
     on_finish: called with each request that has ended, in the thread that ended it; it must be quick.
     """
 
-    def __init__(self, model: nn.Module, max_batch_size: int = 8, max_waiting: int = 1024, prefill_chunk: int | None = None,
-                 prefix_cache: bool = True, draft: Speculator | None = None,
+    def __init__(self, model: nn.Module, max_batch_size: int = 8, max_waiting: int = 1024,
+                 prefill_chunk: int | None = None, prefix_cache: bool = True, draft: Speculator | None = None,
                  on_finish: Callable[[Request], None] | None = None):
         check_number("max_batch_size", max_batch_size, Integral, 1)
         check_number("max_waiting", max_waiting, Integral, 1)
