@@ -567,6 +567,18 @@ def test_health_tells_of_a_dead_engine(tiny):
         assert error_of(server.call("/v1/completions", {"prompt": "x"}))[0] == 503
 
 
+def test_a_stop_string_is_looked_for_by_the_engine_alone(server, monkeypatch):
+    """The server hands on what came with the tokens: it decodes nothing but an echoed prompt."""
+    whole = server.complete(max_tokens=12)["choices"][0]["text"]
+    stop = whole[10:14]
+    monkeypatch.setattr(demo, "TextStream", lambda: engine.TextStream())       # takes no stop strings
+    for echo in (False, True):
+        choice = server.complete(max_tokens=12, stop=stop, echo=echo, logprobs=0)["choices"][0]
+        assert choice["finish_reason"] == "stop" and choice["text"].endswith(whole[:whole.index(stop)])
+    monkeypatch.setattr(demo, "TextStream", None)
+    assert server.complete(max_tokens=12, stop=stop)["choices"][0]["text"] == whole[:whole.index(stop)]
+
+
 def test_a_fault_of_the_engine_is_told(server, monkeypatch):
     def fail(*_):
         raise RuntimeError("out of luck\nin two lines")

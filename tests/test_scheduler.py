@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import json
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import engine
-from engine import ContinuousBatchingScheduler, Request, SamplingParams, UserError, generate
+from engine import ContinuousBatchingScheduler, OutputToken, Request, SamplingParams, StepRow, UserError, generate
 
 TEXT = ("The old lighthouse keeper counted the ships each evening. Today I went to the market with my "
         "sister and we bought apples. In my opinion the new library is a gift to the town, because ") * 12
@@ -822,6 +823,59 @@ def test_one_request_whose_scores_are_nan_fails_alone(tiny, solo, monkeypatch):
         check_pages(scheduler)
     assert bad.finish_reason == "error" and "NaN" in str(bad.error)
     assert good.output_ids == solo["greedy"][5]
+
+
+def test_what_a_queue_hands_over_carries_what_belongs_to_it(tiny):
+    """Log probability, text, offset and time come with the token; who asks for none of these gets plain ids."""
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny))
+    word = engine.load_tokenizer().decode(list(generate(tiny, PROMPTS[5], params(temperature=0)))[9:11])
+    asks, stops, plain = (Request(PROMPTS[5], params(temperature=0, max_tokens=14, **more), with_text=bool(more))
+                          for more in (dict(logprobs=2), dict(stop=word), {}))
+    scheduler.submit(asks, stops, plain)
+    run(scheduler)
+    tokens = drain(asks)
+    assert json.loads(json.dumps(tokens)) == tokens == asks.output_ids and {type(t) for t in tokens} == {OutputToken}
+    assert [t.logprobs for t in tokens] == asks.logprobs and [t.time for t in tokens] == asks.token_times
+    whole = engine.load_tokenizer().decode(tokens)
+    assert "".join(t.text for t in tokens) + asks.text.finish() == whole
+    assert [t.offset for t in tokens] == [len(engine.load_tokenizer().decode(tokens[:n])) for n in range(len(tokens))]
+    pieces = [t.text for t in drain(stops)]
+    assert stops.text.stopped and "".join(pieces) == whole[:whole.index(word)] and pieces[-1] == ""
+    assert {type(t) for t in drain(plain)} == {int} and plain.text is None
+
+
+def test_a_plan_changes_nothing(tiny):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=30), max_batch_size=3, prefill_chunk=40)
+    requests = [Request(prompt, params()) for prompt in PROMPTS[4:]]
+    scheduler.submit(*requests)
+    for _ in range(12):
+        before = scheduler.snapshot(), [vars(r).copy() for r in requests], dict(scheduler.counts)
+        plan = scheduler._plan([])
+        assert plan == scheduler._plan([]) and all(isinstance(row, StepRow) for row in plan)
+        after = scheduler.snapshot(), [vars(r).copy() for r in requests], dict(scheduler.counts)
+        for shown in before[0], after[0]:
+            for view in filter(None, (*shown["slots"], *shown["waiting"])):
+                del view["seconds"]
+        assert before == after
+        scheduler.step()
+    assert any(scheduler.running)
+
+
+def test_a_snapshot_says_whose_each_page_is(tiny):
+    scheduler = ContinuousBatchingScheduler(with_pool(tiny, max_pages=40), max_batch_size=3, prefill_chunk=500)
+    first, second = Request.samples(PROMPTS[6], params(), 2)
+    scheduler.submit(first, second, *[Request([n], params()) for n in range(3)])
+    for _ in range(3):
+        scheduler.step()
+    shown, cache = scheduler.snapshot(), scheduler.cache
+    assert [view and view["state"] for view in shown["slots"]] == ["decoding"] * 3
+    assert [view["state"] for view in shown["waiting"]] == ["queued"] * 2
+    pages = shown["pages"]
+    assert pages["shared"] == sorted(set(first.table.pages) & set(second.table.pages)) != []
+    owners = collections.Counter(pages["owner"])
+    assert (owners[-1], owners[-2]) == (pages["free"], pages["cached"]) == (cache.free_pages, cache.cached_pages)
+    assert owners[first.slot] + len(pages["shared"]) == len(first.table.pages)
+    assert json.loads(json.dumps(shown)) == shown
 
 
 def test_whoever_listens_hears_of_each_request_once(tiny):
