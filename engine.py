@@ -98,7 +98,7 @@ class Linear(nn.Module):
         """x (..., in) -> (..., out)."""
         dtype = self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)    # on a CPU it is float32 beside 16-bit weights
-        return F.linear(x.to(dtype), self.weight, bias)
+        return F.linear(x.to(dtype), self.weight, bias)              # x weight^T + bias
 
 
 class LayerNorm(nn.LayerNorm):
@@ -118,6 +118,7 @@ class Attention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = linear(config.n_embd, 3 * config.n_embd)       # queries, keys and values side by side
         self.c_proj = linear(config.n_embd, config.n_embd)
+        # Dot products of D numbers grow as the square root of D: scaled, they spread softmax alike at any head size.
         self.scale = config.head_dim ** -0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer + 1
@@ -140,8 +141,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPT2Config, linear: type[Linear] = Linear):
         super().__init__()
         inner = config.n_inner or 4 * config.n_embd
-        self.c_fc = linear(config.n_embd, inner)
-        self.c_proj = linear(inner, config.n_embd)
+        self.c_fc = linear(config.n_embd, inner)                     # wider, where the activation function acts
+        self.c_proj = linear(inner, config.n_embd)                   # and back
         self.act = ACTIVATIONS[config.activation_function]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,8 +162,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, kv: "KV") -> Tensor:
         """x (B, T, C), which may be written over -> what follows it (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), kv)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.attn(self.ln_1(x), kv)                          # tokens look at each other
+        return x + self.mlp(self.ln_2(x))                            # each by itself
 
 
 def head(x: Tensor, norm: nn.LayerNorm, linear: Linear) -> Tensor:
@@ -249,7 +250,7 @@ class GrowingKV(KV):
             stored_k, stored_v = self.layers[layer]
             k = torch.cat([stored_k[:, :, :self.length], k], dim=2)
             v = torch.cat([stored_v[:, :, :self.length], v], dim=2)
-        self.layers[layer] = k, v
+        self.layers[layer] = k, v                                    # the old tensors are freed
         return self.attention(q, k, v, scale=scale)
 
     def advance(self) -> None:
@@ -328,11 +329,11 @@ class PagedKVCache(PagePool):
         v = self.v[layer]
         with self.lock:
             scores = self._scores(H, T, S)
-            parts = scores.split([count for _, count in runs], dim=-1)
+            parts = scores.split([count for _, count in runs], dim=-1)                 # views: a run's columns
             for part, (first, count) in zip(parts, runs):
                 keys = k[:, first:first + count].to(q.dtype).transpose(1, 2)
                 torch.baddbmm(part, q, keys, beta=0, alpha=scale, out=part)
-            if T > 1:
+            if T > 1:  # of the new keys each query sees its own and those before
                 scores[..., S - T:].masked_fill_(self.hidden[:T, :T], -math.inf)
             torch.softmax(scores, dim=-1, out=scores)
             out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -375,13 +376,13 @@ class PagedKV(KV):
         """All rows get the pages they need, or OutOfPages is raised and none does."""
         counts = self.given_counts or [T] * B
         tables = self.tables
-        if tables is None:
+        if tables is None:  # not stored on self before all checks have passed
             tables = [self.cache.new_table() for _ in counts]
         if sum(counts) != B * T or len(counts) != len(tables):
             raise UserError(f"{B * T} tokens in {len(counts)} rows were given, {len(tables)} rows are stored")
         for table, count in zip(tables, counts):
             check_positions(table.length + count - 1, limit)
-        with self.cache.lock:
+        with self.cache.lock:  # all or none: nobody else takes pages between the check and the last row
             self.cache.check_free(sum(table.missing(count) for table, count in zip(tables, counts)))
             for table, count in zip(tables, counts):
                 table.grow(count)
@@ -403,7 +404,7 @@ class PagedKV(KV):
         B, H, T, D = q.shape
         q, k, v = (x.permute(1, 0, 2, 3).reshape(H, B * T, D) for x in (q, k, v))      # rows end to end
         self.cache.write(layer, self.slots, k, v)
-        exact = q.to(self.cache.scratch.dtype)
+        exact = q.to(self.cache.scratch.dtype)                       # scores are computed in it
         out = torch.empty_like(exact)
         rows = zip(out.split(self.counts, dim=1), exact.split(self.counts, dim=1), self.reads)
         for row_out, row_q, runs in rows:
@@ -531,7 +532,7 @@ class GPT2(nn.Module):
         for block in self.h:
             x = block(x, kv)
         kv.advance()
-        return self.head(x[:, keep])
+        return self.head(x[:, keep])                                 # (B, kept, V)
 
     def head(self, x: Tensor) -> Tensor:
         """The logits (B, T, V) float32 of what left the last block (B, T, C)."""
@@ -619,7 +620,7 @@ def load_model(name: str = "auto", variant: type[GPT2] = GPT2Paged, dtype: torch
     source = find_model(str(name), stand_in)
     if backend is None:
         backend = variant.backend if variant.backend is not PLAIN else best_backend(device)
-    model = empty_model(variant, source.config, source.name, options, backend)
+    model = empty_model(variant, source.config, source.name, options, backend)         # no memory is taken yet
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     read_as = torch.float32 if dtype == torch.int8 else dtype
     with_weights(model, source.read(shapes=shapes, dtype=read_as, device=device))
@@ -631,7 +632,7 @@ def load_model(name: str = "auto", variant: type[GPT2] = GPT2Paged, dtype: torch
 def empty_model(variant: type[GPT2], config: GPT2Config, name: str, options: dict,
                 backend: Backend | None = None) -> GPT2:
     """A model without memory or initial values: the tensors that are read become its parameters."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # parameters have shapes and no memory
         model = variant(config, backend=backend, **options).requires_grad_(False).eval()
     model.name = name
     return model
@@ -652,7 +653,7 @@ def share_weights(model: GPT2, variant: type[GPT2], backend: Backend | None = No
     other = empty_model(variant, model.config, model.name, options, backend)
     if model.lm_head.weight is model.wte.weight:
         other.lm_head.weight = other.wte.weight
-    for swap in model.swaps:
+    for swap in model.swaps:  # such as int8's modules in the place of its projections
         swap(other)
     return with_weights(other, model.state_dict(keep_vars=True))
 
