@@ -34,7 +34,7 @@ from benchmarks import (
 )
 from checkpoint import CONV1D, empty_weight
 from engine_cuda import GPT2Flash, SamplerState, flash_attention
-from errors import UserError, check_number, first_line
+from errors import UserError, check_number, ends_with_one_line, first_line
 from sampling import IN_PROMPT, RECORD, SamplingParams, sample_records
 from scheduler import ContinuousBatchingScheduler, Request, generate, plan_rows
 
@@ -614,7 +614,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """`python engine_cuda.py`. What a user can mend is one line on stderr."""
     args = parse_args(argv)
-    try:
+    with ends_with_one_line("engine_cuda.py"):
         check_number("--tokens", args.tokens, Integral, 2, 1000)
         check_number("--runs", args.runs, Integral, 1, 1000)
         for batch in args.batches:
@@ -627,7 +627,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             run_checks("cpu" if interpreted else "cuda")
         else:
             run_benchmarks(args)
-    except UserError as err:
-        raise SystemExit(f"engine_cuda.py: {err}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None

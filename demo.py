@@ -41,7 +41,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 import engine
-from errors import ASSETS, QueueFull, UserError, check_number, first_line, shown
+from errors import ASSETS, QueueFull, UserError, check_number, ends_with_one_line, first_line, shown
 from sampling import SamplingParams, TokenLogprobs
 from scheduler import ContinuousBatchingScheduler, OutputToken, Request, generate, output_limit
 from tokenizer import TextStream, load_tokenizer, token_name
@@ -969,7 +969,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """`python demo.py`: serves until it is stopped. What a user can mend is one line on stderr."""
     args = parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stderr)
-    try:
+    with ends_with_one_line("demo.py"):
         if args.api_key == "":
             raise UserError("--api-key is empty; leave it out to ask for none")
         check_number("--threads", args.threads, Integral, 1, 1024, optional=True)
@@ -984,10 +984,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             pass
         scheduler.start()
         server = Server(listener, create_app(scheduler, load_tokenizer(), args.api_key, args.cors_origin, note))
-    except UserError as err:
-        raise SystemExit(f"demo.py: {err}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     host = "localhost" if args.host in ("127.0.0.1", "0.0.0.0", "::", "::1") else args.host
     host = f"[{host}]" if ":" in host else host
     stop = stop_signals()

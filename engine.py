@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import ACTIVATIONS, CPU_DTYPES, GPT2Config, find_model, parse_dtype
-from errors import OutOfPages, UserError, check_number, first_line
+from errors import OutOfPages, UserError, check_number, ends_with_one_line, first_line
 from sampling import SamplingParams
 from scheduler import PagePool, PageTable, Request, RowPlan, Runner, generate, plan_rows
 from tokenizer import load_tokenizer, stream_text
@@ -719,7 +719,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import benchmarks
 
     args = parse_args(argv)
-    try:
+    with ends_with_one_line("engine.py"):
         check_number("--threads", args.threads, Integral, 1, 1024, optional=True)
         check_number("--runs", args.runs, Integral, 1, 1000)
         check_number("--prefill-chunk", args.prefill_chunk, Integral, 1, 100_000)
@@ -729,13 +729,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             benchmarks.run_benchmarks(args)
         else:
             run_prompt(args)
-    except UserError as err:
-        raise SystemExit(f"engine.py: {err}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except BrokenPipeError:  # whoever read the output has enough; without this the exit would complain once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
 
 
 # `import engine` is all that a user imports: every public name of the project's modules is found here. Those of modules

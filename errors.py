@@ -1,7 +1,11 @@
 """Errors that a user can mend, the checks of values that raise them, and the folder of the files that the repository
 ships with."""
 
+import contextlib
 import math
+import os
+import sys
+from collections.abc import Iterator
 from numbers import Integral, Number
 from pathlib import Path
 
@@ -31,6 +35,21 @@ def first_line(err: BaseException) -> str:
     """The first line of an exception's message, at most 200 characters; the exception's class where it has none."""
     message = str(err).strip() or type(err).__name__
     return message.splitlines()[0][:200]
+
+
+@contextlib.contextmanager
+def ends_with_one_line(program: str) -> Iterator[None]:
+    """Around a command line: what the user can mend ends it with one line on stderr, Ctrl-C and a reader who has enough
+    without one."""
+    try:
+        yield
+    except UserError as err:
+        raise SystemExit(f"{program}: {err}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # without this the exit would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
 
 
 def check_number(name: str, value: object, kind: type[Number], low: float, high: float = math.inf,
