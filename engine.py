@@ -296,7 +296,8 @@ class PagedKVCache(PagePool):
     @staticmethod
     def dtype_beside(weight: Tensor) -> torch.dtype:
         """The dtype of keys and values: the weights', and on a CPU, where torch attends in it, float32 at least."""
-        return torch.promote_types(weight.dtype, torch.float32) if weight.is_cpu else weight.dtype
+        attends = weight.is_floating_point() and not weight.is_cpu
+        return weight.dtype if attends else torch.promote_types(weight.dtype, torch.float32)
 
     def new_kv(self, tables: list[PageTable] | None = None, counts: list[int] | None = None) -> "PagedKV":
         """A place for some sequences of this pool; see PagedKV."""

@@ -997,11 +997,11 @@ class FlashRunner(engine.Runner):
 
     def launch(self, rows: list[StepRow]) -> Callable[[], Iterable[StepResult]]:
         """Start a step; see Runner. One in which tokens are guessed or a prompt is scored runs as it does on a CPU."""
-        if any(row.guesses or row.request.unscored for row in rows):
+        if any(row.guesses or (row.request.asks_scores and row.request.unscored) for row in rows):
             self.loaded = [None] * len(self.loaded)                  # tokens are made that the device does not note
             return super().launch(rows)
         decoding = [row.request for row in rows if row.decodes]
-        prefilling = [row for row in rows if not row.decodes]
+        prefilling = rows[len(decoding):]                            # those that decode come first
         parts = []
         if decoding:
             parts.append(self._fetch(decoding, *self._decode(self._records(decoding))))

@@ -232,10 +232,10 @@ class PageTable:
 
     def grow(self, count: int) -> None:
         """Take the pages that `count` more tokens need. Raises OutOfPages and takes none."""
-        more = self.missing(count)
-        if more:
+        if self.length + count > len(self.pages) * self.cache.page_size:
             with self.cache.lock:
-                self.pages += self.cache.allocate(more, after=self.pages[-1] if self.pages else None)
+                last = self.pages[-1] if self.pages else None
+                self.pages += self.cache.allocate(self.missing(count), after=last)
 
     def share(self, pages: Sequence[int]) -> None:
         """Begin with full pages that another table holds or held."""
@@ -332,6 +332,7 @@ class Request:
         self.params = params or SamplingParams()
         self.leader = leader
         self.id = None
+        self.asks_scores = self.params.prompt_logprobs is not None   # for who asks 256 requests a step
         # What it makes.
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -347,6 +348,7 @@ class Request:
         self.key = seed % 2**64
         # What a scheduler notes.
         self.number = None                                           # in order of arrival
+        self.limit: int | None = None                                # output_limit, once it was admitted
         self.table: PageTable | None = None                          # its pages, while it runs
         self.slot = None                                             # where it runs, or ran last
         self.pending = 0                                             # tokens that are being computed, not known yet
@@ -381,7 +383,7 @@ class Request:
     @property
     def unscored(self) -> int:
         """How many prompt tokens are still to be scored."""
-        return 0 if self.params.prompt_logprobs is None else len(self.prompt_ids) - 1 - len(self.prompt_logprobs)
+        return len(self.prompt_ids) - 1 - len(self.prompt_logprobs) if self.asks_scores else 0
 
     def noise_key(self) -> list[int]:
         """Two numbers of 32 bits that determine the next token's noise: a function of seed and output length alone."""
@@ -879,7 +881,7 @@ class ContinuousBatchingScheduler:
         with self.changed:
             self._drop_cancelled()
             self._admit()
-        scores = any(request and request.unscored for request in self.slots)
+        scores = any(request and request.asks_scores and request.unscored for request in self.slots)
         settled = self._settle(0) if scores or self.draft else False
         guesses = self._guess()
         with self.changed:
@@ -921,6 +923,7 @@ class ContinuousBatchingScheduler:
                 self.counts["cached_tokens"] += table.length
                 self.counts["prompt_tokens"] += len(request.ids)
             self.waiting.popleft()
+            request.limit = output_limit(request, self.model.config)
             request.table = table
             request.slot = self.slots.index(None)
             self.slots[request.slot] = request
@@ -954,12 +957,11 @@ class ContinuousBatchingScheduler:
         """The rows of the next step, the decoding ones first, the oldest of each first. Changes nothing."""
         decoding, prefilling = [], []
         budget = self.prefill_chunk
-        config = self.model.config
         for request in self.running:
             todo = request.todo
             if todo == 1:
                 # One whose last token is pending has nothing left to do.
-                if not request.pending or len(request.output_ids) + request.pending < output_limit(request, config):
+                if not request.pending or len(request.output_ids) + request.pending < request.limit:
                     decoding.append(StepRow(request, 1, guesses, True))
             elif todo > 1 and budget:
                 count = min(todo, budget, SCORED_CHUNK if request.unscored else todo)
