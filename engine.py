@@ -16,7 +16,9 @@ The other files, each importing only those above it:
     checkpoint.py, sampling.py  names and folders to tensors; logits to the next token
     scheduler.py                pages and who owns them, a request, generate, speculation, continuous batching
     engine.py                   this file; offers every public name of all of them
+    instructions.py             what the kernels of engine_cpu.py say in a processor's vector instructions
     engine_cpu.py               numba kernels       engine_cuda.py      Triton kernels, CUDA graphs
+    quantization.py             weights of 8 bits
     benchmarks.py               what each is worth  benchmarks_cuda.py  the same on a GPU
     demo.py                     the server and its page
 """
@@ -544,8 +546,8 @@ class GPT2(nn.Module):
         return [module for module in self.modules() if isinstance(module, Linear)]
 
     def quantize(self) -> None:
-        """All projections to int8, in place; see engine_cpu.quantize."""
-        importlib.import_module("engine_cpu").quantize(self)
+        """All projections to int8, in place; see quantization.quantize."""
+        importlib.import_module("quantization").quantize(self)
 
     def load_state_dict(self, *args, **kwargs):
         """torch's; then the backend takes the new weights."""
@@ -759,7 +761,8 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    for module in ("errors", "tokenizer", "checkpoint", "sampling", "scheduler", "engine_cpu", "benchmarks"):
+    for module in ("errors", "tokenizer", "checkpoint", "sampling", "scheduler", "instructions", "engine_cpu",
+                   "quantization", "benchmarks"):
         if not name.startswith("_") and hasattr(importlib.import_module(module), name):
             globals()[name] = getattr(importlib.import_module(module), name)           # found at once from now on
             return globals()[name]

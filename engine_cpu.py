@@ -2,14 +2,14 @@
 
 A decode step reads every weight once for a few rows, so it is a race of bytes: torch hands a single row to one
 thread. A prompt is a race of operations, which a processor does fastest in the weights' own dtype. Both are won by
-one product, in tiles: ROWS rows times OUTS outputs are summed in registers, 8 or 16 numbers at a time, while the
-weights of the next tile are fetched. Up to FEW_ROWS a sum is always added up in the same order, so a row's result
-does not depend on its neighbours. A block of the model runs in one call.
+a product in tiles. Up to FEW_ROWS, ROWS rows times OUTS outputs are summed in registers, 8 or 16 numbers of a row of
+weights at a time, while those of the next tile are fetched; a sum is always added up in the same order, so a row's
+result does not depend on its neighbours. Of more rows, the weights of a few outputs are laid side by side first, and
+each activation is multiplied by a register of them. A block of the model runs in one call.
 """
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import threading
@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import engine
-from checkpoint import ACTIVATIONS, aligned_empty, empty_weight
+from checkpoint import ACTIVATIONS, aligned_empty
+from instructions import Instructions, processor_features
 from scheduler import PageTable, RowPlan
 
 BLOCK = 64       # outputs that a task computes
-PANEL = 128      # rows that it multiplies while their weights are in the first cache
-SPAN = 3072      # bytes of a row that a tile sums up at a time, beyond FEW_ROWS: those of OUTS fit the first cache
-FEW_ROWS = 64    # up to which a tile sums up whole rows
+FEW_ROWS = 64    # up to which a tile takes weights as they lie, row by row; beyond them a panel pays
+MANY_AT_ONCE = 512  # rows of which a task multiplies a panel, beyond FEW_ROWS
 AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
 QUERY_BLOCK = 128  # queries of a prompt that a task attends,
 KEY_BLOCK = 64     # and over how many keys at a time
@@ -79,7 +79,9 @@ class KVView(NamedTuple):
 # through a kernel without numba; compiled kernels get the processor's instructions instead, from `Instructions`.
 
 prange = range                   # compiled: shared out among the threads
-ROWS, OUTS, COLUMNS = 4, 4, 64   # a tile's; compiled: as the processor's registers allow, see `Instructions`
+# Of a tile of weights as they lie: ROWS rows by OUTS outputs; of one that spreads activations: OUTER_ROWS by COLUMNS.
+# LANES are a register's. Compiled: as the processor's registers allow, see `Instructions`.
+ROWS, OUTS, OUTER_ROWS, COLUMNS, LANES = 4, 4, 6, 64, 16
 
 
 def _widen(number):
@@ -134,15 +136,30 @@ def _tile(rows, outs, x, row, weight, o, start, length, sums, at, column, add, a
             sums[at + r, column + i] = np.float32(total) + (sums[at + r, column + i] if add else ZERO)
 
 
-def _outer(rows, x, row, weight, column, out, add):
-    """out[row + r, column + c] = (or +=, if add) the sum over k of x[row + r, k] times weight[k, column + c], all
-    float32, for `rows` r (a constant) and COLUMNS c."""
-    for r in range(row, row + rows):
+def _outer(rows, x, row, panel, column, steps, out, at, add):
+    """out[at + r, column + c] = (or +=, if add) the sum over `steps` s of x[row + r, s] times panel[s, column + c], for
+    `rows` r (a constant) and COLUMNS c. Of 16 bits, a step is two numbers: see `_pack`."""
+    per = 4 // panel.itemsize
+    whole = panel.dtype == np.int16
+    for r in range(rows):
         for c in range(column, column + COLUMNS):
-            total = out[r, c] if add else ZERO
-            for k in range(weight.shape[0]):
-                total += x[r, k] * weight[k, c]
-            out[r, c] = total
+            total = 0 if whole else np.float32(0)
+            for k in range(steps * per):
+                a, w = x[row + r, k], panel[k // per, c * per + k % per]
+                total += int(a) * int(w) if whole else _widen(a) * _widen(w)
+            out[at + r, c] = np.float32(total) + (out[at + r, c] if add else ZERO)
+
+
+def _square(weight, o, last, k, panel, step, column):
+    """Part of `_pack`: a square of LANES outputs (`last` in place of those beyond it) by LANES steps, zeros beyond the
+    end of a row."""
+    per = 4 // panel.itemsize
+    for n in range(LANES):
+        for i in range(LANES * per):
+            inside = k + i < weight.shape[1]
+            number = weight[min(o + n, last), min(k + i, weight.shape[1] - 1)] if inside else weight.dtype.type(0)
+            panel[step + i // per, (column + n) * per + i % per] = (
+                _widen(number) if panel.dtype == np.float32 else number)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -173,21 +190,25 @@ def _gelu(x):
 
 
 def _rounded(x, like):
-    """x (N, K) as bfloat16, and factors of 1."""
-    y = aligned_empty(x.shape[0], x.shape[1], like)
+    """x (N, K) as bfloat16, an even number of them a row, and factors of 1."""
+    K = x.shape[1]
+    y = aligned_empty(x.shape[0], K + K % 2, like)
     for row in prange(x.shape[0]):
-        for k in range(x.shape[1]):
+        y[row, K - 1 + K % 2] = 0                                    # a pair's second, where there is none
+        for k in range(K):
             y[row, k] = _as(x[row, k], y)
     return y, np.ones(x.shape[0], np.float32)
 
 
 def _scaled(x, like):
     """x (N, K) as whole numbers of 16 bits, so large that the sum of K products with 8-bit weights stays below 2 ** 31;
-    and the factors (N) that undo it."""
-    y = aligned_empty(x.shape[0], x.shape[1], like)
+    an even number of them a row; and the factors (N) that undo it."""
+    K = x.shape[1]
+    y = aligned_empty(x.shape[0], K + K % 2, like)
     factors = np.empty(x.shape[0], np.float32)
-    limit = np.float32(min(32767, 2 ** 24 // x.shape[1] - 1))
+    limit = np.float32(min(32767, 2 ** 24 // K - 1))
     for row in prange(x.shape[0]):
+        y[row, K - 1 + K % 2] = 0
         largest = np.float32(1e-30)
         nothing = ZERO
         for k in range(x.shape[1]):
@@ -200,42 +221,39 @@ def _scaled(x, like):
     return y, factors
 
 
-def _tiles(x, row, rows, weight, o, outs, length, span, sums):
-    """sums[:rows, :outs] = x[row:row + rows] times weight[o:o + outs] transposed, over the first `length` numbers of
-    each, of which a tile takes `span` at a time."""
-    row_bytes = weight.shape[1] * weight.itemsize
+def _tiles(x, rows, weight, o, outs, sums):
+    """sums[:rows, :outs] = x[:rows] times weight[o:o + outs] transposed."""
+    K = weight.shape[1]
+    row_bytes = K * weight.itemsize
     part = max(1, OUTS // max(1, rows // ROWS))
-    for start in range(0, length, span):
-        count = min(span, length - start)
-        add = start > 0
-        i = 0
-        # Several rows: OUTS outputs at a time. The weights of the next outputs are fetched in equal shares, `part` rows
-        # of them by each tile: all at once, they would stop the sums.
-        while rows > 1 and i + OUTS <= outs:
-            r = 0
-            while r < rows:
-                share = r // ROWS * part
-                fetch = part if r % ROWS == 0 and share < OUTS else 0
-                ahead = (OUTS + share) * row_bytes
-                if r + ROWS <= rows:
-                    _tile(ROWS, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, add, ahead, fetch)
-                    r += ROWS
-                else:
-                    _tile(1, OUTS, x, row + r, weight, o + i, start, count, sums, r, i, add, ahead, fetch)
-                    r += 1
-            i += OUTS
-        # A row by itself, and what is left of the outputs: one after another, as memory is read fastest.
-        while i < outs:
-            r = 0
-            while r < rows:
-                fetch = 0 if r else 1
-                if r + ROWS <= rows:
-                    _tile(ROWS, 1, x, row + r, weight, o + i, start, count, sums, r, i, add, AHEAD, fetch)
-                    r += ROWS
-                else:
-                    _tile(1, 1, x, row + r, weight, o + i, start, count, sums, r, i, add, AHEAD, fetch)
-                    r += 1
-            i += 1
+    i = 0
+    # Several rows: OUTS outputs at a time. The weights of the next outputs are fetched in equal shares, `part` rows
+    # of them by each tile: all at once, they would stop the sums.
+    while rows > 1 and i + OUTS <= outs:
+        r = 0
+        while r < rows:
+            share = r // ROWS * part
+            fetch = part if r % ROWS == 0 and share < OUTS else 0
+            ahead = (OUTS + share) * row_bytes
+            if r + ROWS <= rows:
+                _tile(ROWS, OUTS, x, r, weight, o + i, 0, K, sums, r, i, False, ahead, fetch)
+                r += ROWS
+            else:
+                _tile(1, OUTS, x, r, weight, o + i, 0, K, sums, r, i, False, ahead, fetch)
+                r += 1
+        i += OUTS
+    # A row by itself, and what is left of the outputs: one after another, as memory is read fastest.
+    while i < outs:
+        r = 0
+        while r < rows:
+            fetch = 0 if r else 1
+            if r + ROWS <= rows:
+                _tile(ROWS, 1, x, r, weight, o + i, 0, K, sums, r, i, False, AHEAD, fetch)
+                r += ROWS
+            else:
+                _tile(1, 1, x, r, weight, o + i, 0, K, sums, r, i, False, AHEAD, fetch)
+                r += 1
+        i += 1
 
 
 def _finish(sums, factor, scale, bias, out, add, gelu):
@@ -247,21 +265,58 @@ def _finish(sums, factor, scale, bias, out, add, gelu):
         out[i] = _gelu(sums[i]) if gelu else sums[i]
 
 
-def _multiply(x, factors, weight, scale, bias, out, add, gelu):
+def _pack(weight, o, outs, panel):
+    """Weights of BLOCK outputs from o, of which there are `outs`, as `_outer` multiplies them: output beside output,
+    and of 16 bits two neighbours of a row together. panel (steps, BLOCK, or twice that): so many whole squares."""
+    per = 4 // panel.itemsize
+    for step in range(0, panel.shape[0], LANES):
+        for column in range(0, BLOCK, LANES):
+            _square(weight, o + column, o + outs - 1, step * per, panel, step, column)
+
+
+def _multiply_few(x, factors, weight, scale, bias, out, add, gelu):
     """out (N, out) = x (N, K) times weight (out, K) transposed, times factors (N) and scale (out), plus bias (out);
-    its gelu, if so; plus what out was, if add."""
-    N, K = x.shape
-    span = K if N <= FEW_ROWS else SPAN // x.itemsize
+    its gelu, if so; plus what out was, if add. For N up to FEW_ROWS: memory decides."""
+    N = x.shape[0]
     for task in prange((weight.shape[0] + BLOCK - 1) // BLOCK):
         first = task * BLOCK
         outs = min(BLOCK, weight.shape[0] - first)
-        sums = np.empty((min(N, PANEL), BLOCK), np.float32)
-        for panel in range(0, N, PANEL):
-            rows = min(PANEL, N - panel)
-            _tiles(x, panel, rows, weight, first, outs, K, span, sums)
-            for r in range(rows):
-                _finish(sums[r], factors[panel + r], scale[first:first + outs], bias[first:first + outs],
-                        out[panel + r, first:first + outs], add, gelu)
+        sums = np.empty((N, BLOCK), np.float32)
+        _tiles(x, N, weight, first, outs, sums)
+        for r in range(N):
+            _finish(sums[r], factors[r], scale[first:first + outs], bias[first:first + outs],
+                    out[r, first:first + outs], add, gelu)
+
+
+def _multiply_many(x, factors, weight, scale, bias, out, add, gelu):
+    """The same for more rows: arithmetic decides. Weights are packed once for all rows (Goto and van de Geijn 2008)."""
+    N, K = x.shape[0], weight.shape[1]
+    per = 4 // x.itemsize
+    steps = (K + per - 1) // per
+    parts = (N + MANY_AT_ONCE - 1) // MANY_AT_ONCE
+    rows = (N + parts - 1) // parts
+    for task in prange((weight.shape[0] + BLOCK - 1) // BLOCK * parts):
+        first = task // parts * BLOCK
+        outs = min(BLOCK, weight.shape[0] - first)
+        panel = aligned_empty((steps + LANES - 1) // LANES * LANES, BLOCK * per, x)
+        sums = np.empty((OUTER_ROWS, BLOCK), np.float32)
+        _pack(weight, first, outs, panel)
+        end = min(N, (task % parts + 1) * rows)
+        for row in range(task % parts * rows, end, OUTER_ROWS):
+            start = min(row, end - OUTER_ROWS)                       # the last tile repeats some rows
+            for column in range(0, outs, COLUMNS):
+                _outer(OUTER_ROWS, x, start, panel, column, steps, sums, 0, False)
+            for r in range(row, min(row + OUTER_ROWS, end)):
+                _finish(sums[r - start], factors[r], scale[first:first + outs], bias[first:first + outs],
+                        out[r, first:first + outs], add, gelu)
+
+
+def _multiply(x, factors, weight, scale, bias, out, add, gelu):
+    """See `_multiply_few`."""
+    if x.shape[0] <= FEW_ROWS:
+        _multiply_few(x, factors, weight, scale, bias, out, add, gelu)
+    else:
+        _multiply_many(x, factors, weight, scale, bias, out, add, gelu)
 
 
 # numba reads a plain tuple from Python three times as fast as a named one, which a step of a small model feels. So
@@ -348,15 +403,16 @@ def _attend_one(qkv, pool_k, pool_v, tables, lengths, page_size, scale, out):
 
 
 def _outer_products(x, weight, out, add):
-    """out (N, W) = (or +=, if add) x (N, K) times weight (K, W); W is a multiple of COLUMNS."""
+    """out (N, W) = (or +=, if add) x (N, K) times weight (K, W), all float32; W is a multiple of COLUMNS."""
+    N, K = x.shape
     for column in range(0, weight.shape[1], COLUMNS):
         row = 0
-        while row < x.shape[0]:
-            if row + ROWS <= x.shape[0]:
-                _outer(ROWS, x, row, weight, column, out, add)
-                row += ROWS
+        while row < N:
+            if row + OUTER_ROWS <= N:
+                _outer(OUTER_ROWS, x, row, weight, column, K, out, row, add)
+                row += OUTER_ROWS
             else:
-                _outer(1, x, row, weight, column, out, add)
+                _outer(1, x, row, weight, column, K, out, row, add)
                 row += 1
 
 
@@ -531,13 +587,13 @@ def compile_kernels(numba: types.ModuleType) -> dict[str, Any]:
         except RuntimeError:  # no folder to keep it in
             scope[kernel.__name__] = numba.njit(**options, **more)(kernel)
 
-    for kernel in (aligned_empty, _exp, _gelu, _tiles, _finish, _outer_products, _slot, _load_keys, _soften,
+    for kernel in (aligned_empty, _exp, _gelu, _tiles, _finish, _pack, _outer_products, _slot, _load_keys, _soften,
                    _attend_block, _store):
         add(kernel)
-    for kernel in _rounded, _scaled, _multiply, _normalise, _attend_one, _attend_many:
+    for kernel in _rounded, _scaled, _multiply_few, _multiply_many, _normalise, _attend_one, _attend_many:
         add(kernel, parallel=True)
     choose_narrowing(scope["_rounded"], scope["_scaled"])
-    for kernel in _project, _begin, _end, _attend, _block:
+    for kernel in _multiply, _project, _begin, _end, _attend, _block:
         add(kernel)
     return scope
 
@@ -556,17 +612,6 @@ def choose_narrowing(rounded: Callable, scaled: Callable) -> None:
         return lambda x, like: scaled(x, like)
 
 
-@functools.cache
-def processor_features() -> frozenset[str]:
-    """Names of what the processor can do, as LLVM calls them; none where numba is told to compile for another."""
-    import llvmlite.binding
-    import numba
-
-    if numba.config.CPU_NAME:
-        return frozenset()
-    return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
-
-
 def activations_like(weight: Tensor) -> np.ndarray:
     """An empty array of the dtype in which activations are multiplied by this weight. float32 is exact; bfloat16 and
     whole numbers of 16 bits are what the processor multiplies by weights of 16 and of 8 bits."""
@@ -574,305 +619,6 @@ def activations_like(weight: Tensor) -> np.ndarray:
     feature, dtype = native.get(weight.dtype, (None, None))
     has = cpu_kernels() is not None and feature in processor_features()
     return np.empty(0, dtype if has else np.float32)
-
-
-class Flavour(NamedTuple):
-    """How two dtypes are multiplied."""
-
-    step: int            # numbers at a time
-    total: Any           # LLVM's type of a sum
-    ready: Callable      # (builder, weights) -> as they are multiplied
-    dot: Callable        # (builder, totals, activations, weights) -> totals
-
-
-class Instructions:
-    """What the stubs' bodies above say, in LLVM's terms for the processor at hand.
-
-    A tile holds its sums in vector registers: ROWS rows times OUTS outputs, `lanes` float32 each. 32 registers of 16
-    lanes (AVX-512) hold 4 times 4 and what is multiplied; 16 of 8 (AVX2, or as good as that) hold 4 times 2.
-    """
-
-    def __init__(self):
-        import llvmlite.binding
-        from llvmlite import ir
-        from numba import types
-
-        llvmlite.binding.initialize_native_asmparser()
-        self.ir = ir
-        self.types = types
-        wide = "avx512f" in processor_features()
-        self.lanes, self.rows, self.outs = (16, 4, 4) if wide else (8, 4, 2)
-        self.i8, self.i16, self.i32, self.i64 = map(ir.IntType, (8, 16, 32, 64))
-        self.f32 = ir.FloatType()
-        self.lane_halves = self._lane_halves()
-
-    def bound(self) -> dict[str, Any]:
-        """The stubs' names -> numba intrinsics, and the shape of a tile."""
-        from numba.extending import intrinsic
-
-        types = self.types
-
-        @intrinsic
-        def widen(typing_context, number):
-            return types.float32(number), self._widen
-
-        @intrinsic
-        def as_stored(typing_context, number, array):
-            return array.dtype(number, array), self._as_stored
-
-        @intrinsic
-        def as_float(typing_context, bits):
-            return types.float32(bits), lambda context, builder, signature, args: builder.bitcast(args[0], self.f32)
-
-        @intrinsic
-        def fetch(typing_context, array, head, slot, d):
-            return types.void(array, head, slot, d), self._fetch
-
-        @intrinsic(prefer_literal=True)
-        def tile(typing_context, rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead, fetch):
-            return types.void(rows, outs, x, row, weight, o, start, length, sums, at, column, add, ahead,
-                              fetch), self._tile
-
-        @intrinsic(prefer_literal=True)
-        def outer(typing_context, rows, x, row, weight, column, out, add):
-            return types.void(rows, x, row, weight, column, out, add), self._outer
-
-        return {"_widen": widen, "_as": as_stored, "_as_float": as_float, "_fetch": fetch, "_tile": tile,
-                "_outer": outer, "ROWS": self.rows, "OUTS": self.outs, "COLUMNS": self.outs * self.lanes}
-
-    # --- vectors
-
-    def _vector(self, kind, count=None):
-        return self.ir.VectorType(kind, count or self.lanes)
-
-    def _shaped(self, kind, like):
-        """kind, or a vector of it where `like` is one."""
-        return self._vector(kind, like.count) if isinstance(like, self.ir.VectorType) else kind
-
-    def _constant(self, kind, value):
-        return self.ir.Constant(kind, [value] * kind.count if isinstance(kind, self.ir.VectorType) else value)
-
-    # --- numbers: see _widen and _as
-
-    def _widened(self, builder, bits, kind):
-        types, as_float = self.types, self._shaped(self.f32, bits.type)
-        if kind == types.float32:
-            return bits
-        if kind == types.int8:
-            return builder.sitofp(bits, as_float)
-        if kind == types.int16:
-            return builder.fpext(builder.bitcast(bits, self._shaped(self.ir.HalfType(), bits.type)), as_float)
-        as_int = self._shaped(self.i32, bits.type)
-        return builder.bitcast(builder.shl(builder.zext(bits, as_int), self._constant(as_int, 16)), as_float)
-
-    def _widen(self, context, builder, signature, args):
-        return self._widened(builder, args[0], signature.args[0])
-
-    def _as_stored(self, context, builder, signature, args):
-        number, kind = args[0], signature.args[1].dtype
-        if kind == self.types.float32:
-            return number
-        if kind == self.types.int16:
-            return builder.bitcast(builder.fptrunc(number, self.ir.HalfType()), self.i16)
-        bits = builder.bitcast(number, self.i32)
-        sixteen, one, half = self.i32(16), self.i32(1), self.i32(0x7fff)
-        odd = builder.and_(builder.lshr(bits, sixteen), one)         # half of the last bit kept; a tie becomes even
-        nearest = builder.lshr(builder.add(builder.add(bits, half), odd), sixteen)
-        is_nan = builder.fcmp_unordered("uno", number, number)
-        return builder.trunc(builder.select(is_nan, self.i32(0x7fc0), nearest), self.i16)
-
-    # --- memory
-
-    def _address(self, context, builder, kind, array, index):
-        """The address of an element of a numba array."""
-        from numba.core import cgutils
-
-        array = context.make_array(kind)(context, builder, array)
-        return cgutils.get_item_pointer(context, builder, kind, array, index)
-
-    def _row_addresses(self, context, builder, kind, array, row, column, count):
-        return [self._address(context, builder, kind, array, [builder.add(row, self.i64(n)), column])
-                for n in range(count)]
-
-    def _integers(self, context, builder, signature, args, places):
-        """The arguments at these places as 64-bit integers."""
-        return [context.cast(builder, args[n], signature.args[n], self.types.intp) for n in places]
-
-    def _prefetch(self, builder, address):
-        kind = self.ir.FunctionType(self.ir.VoidType(), [address.type, self.i32, self.i32, self.i32])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
-        builder.call(prefetch, [address, self.i32(0), self.i32(3), self.i32(1)])       # to read, into all caches, data
-
-    def _fetch(self, context, builder, signature, args):
-        index = self._integers(context, builder, signature, args, range(1, 4))
-        address = self._address(context, builder, signature.args[0], args[0], index)
-        self._prefetch(builder, builder.bitcast(address, self.i8.as_pointer()))
-        return context.get_dummy_value()
-
-    def _load(self, builder, address, count):
-        """`count` numbers of what address points to."""
-        value = builder.load(builder.bitcast(address, self._vector(address.type.pointee, count).as_pointer()))
-        value.align = 1
-        return value
-
-    def _load_part(self, builder, address, count, part):
-        """The first `part` of them, and zeros: what lies behind may belong to somebody else."""
-        from numba.core import cgutils
-
-        kind = self._vector(address.type.pointee, count)
-        lane = self.ir.Constant(self._vector(self.i16, count), list(range(count)))
-        last = builder.insert_element(lane, builder.trunc(part, self.i16), self.i32(0))
-        first = self._constant(self._vector(self.i32, count), 0)
-        mask = builder.icmp_unsigned("<", lane, builder.shuffle_vector(last, last, first))
-        element = {self.f32: "f32", self.i16: "i16", self.i8: "i8"}[address.type.pointee]
-        load = cgutils.get_or_insert_function(
-            builder.module, self.ir.FunctionType(kind, [kind.as_pointer(), self.i32, mask.type, kind]),
-            f"llvm.masked.load.v{count}{element}.p0")
-        return builder.call(load, [builder.bitcast(address, kind.as_pointer()), self.i32(1), mask,
-                                   self.ir.Constant(kind, None)])
-
-    # --- products and sums
-
-    def _flavour(self, x, weight) -> Flavour:
-        """By numba's types of activations and weights."""
-        types, lanes = self.types, self.lanes
-        if (x, weight) == (types.uint16, types.uint16):
-            return Flavour(2 * lanes, self.f32, lambda builder, w: w, self._assembly("vdpbf16ps"))
-        if (x, weight) == (types.int16, types.int8):
-            pairs = self._vector(self.i16, 2 * lanes)
-            return Flavour(2 * lanes, self.i32, lambda builder, w: builder.sext(w, pairs), self._assembly("vpdpwssd"))
-        return Flavour(lanes, self.f32, lambda builder, w: self._widened(builder, w, weight), self._fused)
-
-    def _assembly(self, instruction):
-        """An instruction that adds the products of pairs of 16 bits to a total of 32."""
-        pairs = self._vector(self.i32)
-
-        def dot(builder, total, x, w):
-            kind = self.ir.FunctionType(total.type, [total.type, pairs, pairs])
-            code = self.ir.InlineAsm(kind, instruction + " $3, $2, $0", "=v,0,v,v")
-            return builder.call(code, [total, builder.bitcast(x, pairs), builder.bitcast(w, pairs)])
-        return dot
-
-    def _fused(self, builder, total, x, w):
-        """total + x * w, rounded once."""
-        return builder.fadd(total, builder.fmul(x, w, flags=("contract",)), flags=("contract",))
-
-    def _lane_halves(self):
-        """Which of two vectors' lanes are added to which others, step by step: neighbours, first in groups of four,
-        which processors shuffle fastest, then whole groups."""
-        lanes = self.lanes
-        in_fours = [[at + 4 * group + n for group in range(lanes // 4) for at in (0, lanes) for n in (odd, odd + 2)]
-                    for odd in (0, 1)]
-        of_fours = [[4 * group + n for group in range(odd, lanes // 2, 2) for n in range(4)] for odd in (0, 1)]
-        steps = [in_fours] * 2 + [of_fours] * (lanes // 4).bit_length()
-        return [[self.ir.Constant(self._vector(self.i32), half) for half in step]
-                for step in steps[:lanes.bit_length() - 1]]
-
-    def _summed(self, builder, totals):
-        """The sums of the lanes of each vector, in the lanes of one."""
-        add = builder.add if totals[0].type.element == self.i32 else builder.fadd
-        for first, second in self.lane_halves:
-            pairs = list(zip(totals[::2], totals[1::2])) or [(totals[0], totals[0])]
-            totals = [add(builder.shuffle_vector(*pair, first), builder.shuffle_vector(*pair, second))
-                      for pair in pairs]
-        whole = totals[0].type.element == self.i32
-        return builder.sitofp(totals[0], self._vector(self.f32)) if whole else totals[0]
-
-    # --- the two loops
-
-    def _tile(self, context, builder, signature, args):
-        """See the function `_tile`: a loop over whole vectors, what is left of the row, and the sums."""
-        from numba.core import cgutils
-
-        kinds = signature.args
-        n_rows, n_outs = (kind.literal_value for kind in kinds[:2])
-        row, o, start, length, at, column, ahead, fetch = self._integers(
-            context, builder, signature, args, (3, 5, 6, 7, 9, 10, 12, 13))
-        flavour = self._flavour(kinds[2].dtype, kinds[4].dtype)
-        xs = self._row_addresses(context, builder, kinds[2], args[2], row, start, n_rows)
-        weights = self._row_addresses(context, builder, kinds[4], args[4], o, start, n_outs)
-        places = self._row_addresses(context, builder, kinds[8], args[8], at, column, n_rows)
-        size = context.get_abi_sizeof(context.get_data_type(kinds[4].dtype))
-        zero = self.ir.Constant(self._vector(flavour.total), None)
-        totals = [cgutils.alloca_once_value(builder, zero) for _ in range(n_rows * n_outs)]
-
-        whole = builder.udiv(length, self.i64(flavour.step))
-        with cgutils.for_range(builder, whole) as loop:
-            index = builder.mul(loop.index, self.i64(flavour.step))
-            self._fetch_ahead(builder, weights[0], ahead, index, fetch, flavour.step, size)
-            self._add_up(builder, flavour, xs, weights, totals, index)
-        index = builder.mul(whole, self.i64(flavour.step))
-        rest = builder.sub(length, index)
-        with builder.if_then(builder.icmp_signed(">", rest, self.i64(0)), likely=False):
-            self._add_up(builder, flavour, xs, weights, totals, index, rest)
-        found = self._summed(builder, [builder.load(place) for place in totals])
-        for r, place in enumerate(places):
-            self._keep(builder, found, range(r * n_outs, (r + 1) * n_outs), place, args[11])
-        return context.get_dummy_value()
-
-    def _fetch_ahead(self, builder, address, ahead, index, fetch, step, size):
-        """Ask for `fetch` vectors of weights, `ahead` bytes behind these; one after another, as memory likes it."""
-        from numba.core import cgutils
-
-        first = builder.bitcast(address, self.i8.as_pointer())
-        line = builder.add(ahead, builder.mul(builder.mul(index, fetch), self.i64(size)))
-        with cgutils.for_range(builder, fetch) as nth:
-            further = builder.mul(nth.index, self.i64(step * size))
-            self._prefetch(builder, builder.gep(first, [builder.add(line, further)]))
-
-    def _add_up(self, builder, flavour, xs, weights, totals, index, part=None):
-        """Add the products at `index` and on, a vector of them or the first `part`, to all totals."""
-        def load(address):
-            address = builder.gep(address, [index])
-            if part is None:
-                return self._load(builder, address, flavour.step)
-            return self._load_part(builder, address, flavour.step, part)
-
-        ws = [flavour.ready(builder, load(address)) for address in weights]
-        for r, address in enumerate(xs):
-            values = load(address)
-            for w, place in zip(ws, totals[r * len(ws):]):
-                builder.store(flavour.dot(builder, builder.load(place), values, w), place)
-
-    def _keep(self, builder, found, lanes, place, add):
-        """Store some lanes at `place`, or add them to what is there."""
-        mask = self.ir.Constant(self._vector(self.i32, len(lanes)), list(lanes))
-        own = builder.shuffle_vector(found, found, mask)
-        before = self._load(builder, place, len(lanes))
-        own = builder.fadd(own, builder.select(add, before, self.ir.Constant(before.type, None)))
-        builder.store(own, builder.bitcast(place, own.type.as_pointer())).align = 4
-
-    def _outer(self, context, builder, signature, args):
-        """See the function `_outer`: each number of x is spread over a vector and multiplied by COLUMNS of weight."""
-        from numba.core import cgutils
-
-        kinds = signature.args
-        row, column = self._integers(context, builder, signature, args, (2, 4))
-        columns = [builder.add(column, self.i64(n * self.lanes)) for n in range(self.outs)]
-        rows = [builder.add(row, self.i64(r)) for r in range(kinds[0].literal_value)]
-        K = cgutils.unpack_tuple(builder, context.make_array(kinds[3])(context, builder, args[3]).shape)[0]
-        zero = self.ir.Constant(self._vector(self.f32), None)
-        places = [[self._address(context, builder, kinds[5], args[5], [r, c]) for c in columns] for r in rows]
-        totals = [[cgutils.alloca_once_value(
-            builder, builder.select(args[6], self._load(builder, place, self.lanes), zero)) for place in own]
-            for own in places]
-        with cgutils.for_range(builder, K) as loop:
-            ws = [self._load(builder, self._address(context, builder, kinds[3], args[3], [loop.index, c]), self.lanes)
-                  for c in columns]
-            for r, own in zip(rows, totals):
-                number = builder.load(self._address(context, builder, kinds[1], args[1], [r, loop.index]))
-                spread = self._spread(builder, number)
-                for w, total in zip(ws, own):
-                    builder.store(self._fused(builder, builder.load(total), spread, w), total)
-        for place, total in zip(itertools.chain(*places), itertools.chain(*totals)):
-            value = builder.load(total)
-            builder.store(value, builder.bitcast(place, value.type.as_pointer())).align = 4
-        return context.get_dummy_value()
-
-    def _spread(self, builder, number):
-        """A number in all lanes."""
-        lane = builder.insert_element(self.ir.Constant(self._vector(self.f32), self.ir.Undefined), number, self.i32(0))
-        return builder.shuffle_vector(lane, lane, self._constant(self._vector(self.i32), 0))
 
 
 def physical_cores() -> int | None:
@@ -1113,65 +859,3 @@ ONEDNN = engine.Backend(linear=OneDnnLinear)
 def cpu_backend() -> engine.Backend:
     """The kernels' backend, and where numba is missing oneDNN's."""
     return ONEDNN if cpu_kernels() is None else TILED
-
-
-# ---------------------------------------------------------------------------------------------------
-# int8 weights: modules that take the place of the model's own, which knows nothing of them.
-
-class Int8Linear(TiledLinear):
-    """A projection whose weight (out, in) is int8, times scale (out), one for each output channel."""
-
-    def __init__(self, n_in: int, n_out: int, bias: bool = True):
-        super().__init__(n_in, n_out, bias)
-        self.weight = nn.Parameter(torch.empty(n_out, n_in, dtype=torch.int8), requires_grad=False)
-        self.register_buffer("scale", torch.empty(n_out))
-
-    @classmethod
-    def of(cls, linear: engine.Linear) -> "Int8Linear":
-        """A projection, rounded: symmetric, an error of at most 1/254 of a channel's largest weight."""
-        n_out, n_in = linear.weight.shape
-        with torch.device("meta"):
-            made = cls(n_in, n_out, bias=linear.bias is not None)
-        exact = linear.weight.detach().float()
-        made.scale = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        rounded = empty_weight(exact.shape, torch.int8, exact.device).copy_((exact / made.scale[:, None]).round())
-        made.weight = nn.Parameter(rounded, requires_grad=False)
-        made.bias = linear.bias
-        return made
-
-    def scales(self) -> Tensor:
-        """One for each output channel: (out) float32."""
-        return self.scale.float()
-
-    def float_weight(self) -> Tensor:
-        """The weight that the rounded one stands for (out, in), float32."""
-        return self.weight * self.scale[:, None]
-
-
-class Int8Embedding(nn.Module):
-    """The embedding that is tied to a head of int8: ids (...) -> (..., C) float32."""
-
-    def __init__(self, head: Int8Linear):
-        super().__init__()
-        self.weight = head.weight
-        self.register_buffer("scale", head.scale)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids (...) -> (..., C)."""
-        return F.embedding(ids, self.weight) * self.scale[ids][..., None]
-
-
-def quantize(model: engine.GPT2) -> None:
-    """All projections of a model to int8, in place, the head and the embedding tied to it included. A model that is
-    int8 already stays as it is."""
-    if isinstance(model.lm_head, Int8Linear):
-        return
-    tied = model.lm_head.weight is model.wte.weight
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, engine.Linear):
-                setattr(parent, name, Int8Linear.of(child))
-    if tied:
-        model.wte = Int8Embedding(model.lm_head)
-    model.swaps = (*model.swaps, quantize)
-    model.backend.pack(model)

@@ -14,6 +14,7 @@ from conftest import IDS, VARIANTS, fill_with_nan, make_oracle, run_to_end
 
 import engine
 import engine_cpu
+import quantization
 
 BACKENDS = {"best": engine.best_backend("cpu"), "plain": engine.PLAIN}
 backends = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
@@ -288,7 +289,7 @@ def make_linear(n_in, n_out, dtype, bias=True, kind=engine_cpu.TiledLinear):
     if bias:
         linear.bias.data = torch.randn(n_out)
     if dtype == "int8":
-        linear = engine_cpu.Int8Linear.of(linear)
+        linear = quantization.Int8Linear.of(linear)
         exact = linear.weight.double() * linear.scale.double()[:, None]
     else:
         linear.weight.data = linear.weight.data.to(engine.DTYPES[dtype])
@@ -361,7 +362,7 @@ def test_products_of_nan_and_of_huge_numbers(dtype):
 def test_the_largest_sums_of_8_bits_do_not_overflow(n_in, rows):
     linear = engine.Linear(n_in, 5, bias=False)
     linear.weight.data = torch.ones(5, n_in)
-    linear = engine_cpu.Int8Linear.of(linear)
+    linear = quantization.Int8Linear.of(linear)
     linear.pack()
     torch.testing.assert_close(linear(torch.ones(rows, n_in)), torch.full((rows, 5), float(n_in)), rtol=1e-3, atol=0)
 
@@ -399,12 +400,13 @@ PLAIN_PROCESSOR = """
 import torch
 import engine
 import engine_cpu
+import quantization
 
 torch.manual_seed(0)
 assert "avx512f" not in engine_cpu.processor_features()
 linear = engine.Linear(150, 70)
 linear.weight.data, linear.bias.data = torch.randn(70, 150), torch.randn(70)
-linear = engine_cpu.Int8Linear.of(linear)
+linear = quantization.Int8Linear.of(linear)
 linear.pack()
 x, weight = torch.randn(11, 150), linear.weight.double() * linear.scale.double()[:, None]
 torch.testing.assert_close(linear(x).double(), x.double() @ weight.t() + linear.bias.double(), atol=1e-4, rtol=0)
@@ -432,7 +434,7 @@ def small_block(dtype):
     if dtype == "int8":
         for parent in block.attn, block.mlp:
             for name, child in list(parent.named_children()):
-                setattr(parent, name, engine_cpu.Int8Linear.of(child))
+                setattr(parent, name, quantization.Int8Linear.of(child))
     pack_block(block)
     cache = engine_cpu.TiledCache(1, 2, 5, page_size=4, max_pages=6, dtype=block.attn.c_attn.weight.dtype
                                   if dtype != "int8" else torch.bfloat16)
@@ -549,7 +551,7 @@ def test_quantized_rows_are_as_near_as_8_bits_allow():
     linear.weight.data = torch.randn(50, 200) * torch.logspace(-6, 3, 50)[:, None]
     linear.weight.data[7] = 0
     exact = linear.weight.double()
-    linear = engine_cpu.Int8Linear.of(linear)
+    linear = quantization.Int8Linear.of(linear)
     error = (linear.weight.double() * linear.scale.double()[:, None] - exact).abs()
     assert (error <= exact.abs().amax(dim=1, keepdim=True) / 253).all() and linear.weight.dtype == torch.int8
     assert not error[7].any() and linear.scale.isfinite().all()
