@@ -14,7 +14,6 @@ import math
 import os
 import threading
 import types
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from scheduler import PageTable, RowPlan
 
 BLOCK = 64       # outputs that a task computes
 FEW_ROWS = 64    # up to which a tile takes weights as they lie, row by row; beyond them a panel pays
+SHARED_ROWS = 4  # from which threads share what is done to each row: to wake them takes longer than a row
 MANY_AT_ONCE = 512  # rows of which a task multiplies a panel, beyond FEW_ROWS
 AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
 QUERY_BLOCK = 128  # queries of a prompt that a task attends,
@@ -108,11 +108,11 @@ def _as_float(bits):
 
 
 def _narrowed(x, like):
-    """Activations x (N, K) as they are multiplied, in the dtype of `like`, and a factor for each row: `_rounded`,
-    `_scaled`, or x itself."""
+    """Activations x (N, K) as they are multiplied, in the dtype of `like`, and a factor for each row: x itself, or what
+    `_narrow` makes of it."""
     if like.dtype == np.float32:
         return x, np.ones(x.shape[0], np.float32)
-    return _rounded(x, like) if like.dtype == np.uint16 else _scaled(x, like)
+    return _narrow(x, like)
 
 
 def _fetch(array, head, slot, d):
@@ -189,35 +189,50 @@ def _gelu(x):
     return (x if u > 0 else x * e) / (ONE + e)
 
 
-def _rounded(x, like):
-    """x (N, K) as bfloat16, an even number of them a row, and factors of 1."""
-    K = x.shape[1]
-    y = aligned_empty(x.shape[0], K + K % 2, like)
-    for row in prange(x.shape[0]):
-        y[row, K - 1 + K % 2] = 0                                    # a pair's second, where there is none
-        for k in range(K):
-            y[row, k] = _as(x[row, k], y)
-    return y, np.ones(x.shape[0], np.float32)
+def _round_row(x, y, factors, row):
+    """y[row] = x[row] as bfloat16."""
+    for k in range(x.shape[1]):
+        y[row, k] = _as(x[row, k], y)
+    factors[row] = ONE
 
 
-def _scaled(x, like):
-    """x (N, K) as whole numbers of 16 bits, so large that the sum of K products with 8-bit weights stays below 2 ** 31;
-    an even number of them a row; and the factors (N) that undo it."""
+def _scale_row(x, y, factors, row):
+    """y[row] = x[row] as whole numbers of 16 bits, so large that the sum of K products with 8-bit weights stays below
+    2 ** 31; factors[row] undoes it."""
     K = x.shape[1]
-    y = aligned_empty(x.shape[0], K + K % 2, like)
-    factors = np.empty(x.shape[0], np.float32)
     limit = np.float32(min(32767, 2 ** 24 // K - 1))
-    for row in prange(x.shape[0]):
-        y[row, K - 1 + K % 2] = 0
-        largest = np.float32(1e-30)
-        nothing = ZERO
-        for k in range(x.shape[1]):
-            largest = max(largest, abs(x[row, k]))
-            nothing += x[row, k] * ZERO                              # NaN, if one of them is
-        inverse = limit / largest
-        for k in range(x.shape[1]):
-            y[row, k] = np.int16(np.rint(x[row, k] * inverse))
-        factors[row] = largest / limit + nothing
+    largest = np.float32(1e-30)
+    nothing = ZERO
+    for k in range(K):
+        largest = max(largest, abs(x[row, k]))
+        nothing += x[row, k] * ZERO                                  # NaN, if one of them is
+    inverse = limit / largest
+    for k in range(K):
+        y[row, k] = np.int16(np.rint(x[row, k] * inverse))
+    factors[row] = largest / limit + nothing
+
+
+def _narrow_row(x, y, factors, row):
+    """The one of the two that y's dtype asks for."""
+    if y.dtype == np.uint16:
+        _round_row(x, y, factors, row)
+    else:
+        _scale_row(x, y, factors, row)
+
+
+def _narrow(x, like):
+    """x (N, K) in the dtype of `like`, an even number of them a row, and the factors (N) that undo it."""
+    N, K = x.shape
+    y = aligned_empty(N, K + K % 2, like)
+    factors = np.empty(N, np.float32)
+    if K % 2:                                                        # a pair's second, where there is none
+        y[:, K] = 0
+    if N < SHARED_ROWS:
+        for row in range(N):
+            _narrow_row(x, y, factors, row)
+    else:
+        for row in prange(N):
+            _narrow_row(x, y, factors, row)
     return y, factors
 
 
@@ -329,20 +344,29 @@ def _project(x, product, out, add, gelu):
     _multiply(y, factors, p.weight, p.scale, p.bias, out, add, gelu)
 
 
-def _normalise(x, norm, out):
-    """LayerNorm of the rows of x (N, C) by a Norm."""
+def _normalise_row(x, norm, out, row):
+    """LayerNorm of a row."""
     n = Norm(*norm)
     C = x.shape[1]
-    for row in prange(x.shape[0]):
-        mean = square = np.float32(0)
-        for c in range(C):
-            mean += x[row, c]
-        mean /= np.float32(C)
-        for c in range(C):
-            square += (x[row, c] - mean) * (x[row, c] - mean)
-        factor = ONE / np.sqrt(square / np.float32(C) + n.eps)
-        for c in range(C):
-            out[row, c] = (x[row, c] - mean) * factor * n.weight[c] + n.bias[c]
+    mean = square = np.float32(0)
+    for c in range(C):
+        mean += x[row, c]
+    mean /= np.float32(C)
+    for c in range(C):
+        square += (x[row, c] - mean) * (x[row, c] - mean)
+    factor = ONE / np.sqrt(square / np.float32(C) + n.eps)
+    for c in range(C):
+        out[row, c] = (x[row, c] - mean) * factor * n.weight[c] + n.bias[c]
+
+
+def _normalise(x, norm, out):
+    """LayerNorm of the rows of x (N, C) by a Norm."""
+    if x.shape[0] < SHARED_ROWS:
+        for row in range(x.shape[0]):
+            _normalise_row(x, norm, out, row)
+    else:
+        for row in prange(x.shape[0]):
+            _normalise_row(x, norm, out, row)
 
 
 def _begin(x, ln_1, c_attn, y, qkv):
@@ -561,12 +585,17 @@ def cpu_kernels() -> SimpleNamespace | None:
         return None
     compiled = compile_kernels(numba)
     lock = threading.Lock()  # not every threading layer of numba lets two threads launch at once
+    most = numba.config.NUMBA_NUM_THREADS
+    told = threading.local()                                         # numba's count of threads is each thread's own
 
     def on_torchs_threads(kernel):
         def launch(*args):
+            threads = torch.get_num_threads()
             with lock:
-                numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # of this thread
-                kernel(*(x.numpy() if isinstance(x, Tensor) else x for x in args))
+                if getattr(told, "threads", None) != threads:
+                    numba.set_num_threads(min(threads, most))
+                    told.threads = threads
+                kernel(*[x.numpy() if isinstance(x, Tensor) else x for x in args])
         return launch
 
     return SimpleNamespace(**{kernel.__name__[1:]: on_torchs_threads(compiled[kernel.__name__])
@@ -587,29 +616,32 @@ def compile_kernels(numba: types.ModuleType) -> dict[str, Any]:
         except RuntimeError:  # no folder to keep it in
             scope[kernel.__name__] = numba.njit(**options, **more)(kernel)
 
-    for kernel in (aligned_empty, _exp, _gelu, _tiles, _finish, _pack, _outer_products, _slot, _load_keys, _soften,
-                   _attend_block, _store):
+    for kernel in (aligned_empty, _exp, _gelu, _round_row, _scale_row, _tiles, _finish, _pack, _normalise_row,
+                   _outer_products, _slot, _load_keys, _soften, _attend_block, _store):
         add(kernel)
-    for kernel in _rounded, _scaled, _multiply_few, _multiply_many, _normalise, _attend_one, _attend_many:
+    choose_narrowing(scope)
+    for kernel in _narrow, _multiply_few, _multiply_many, _normalise, _attend_one, _attend_many:
         add(kernel, parallel=True)
-    choose_narrowing(scope["_rounded"], scope["_scaled"])
     for kernel in _multiply, _project, _begin, _end, _attend, _block:
         add(kernel)
     return scope
 
 
-def choose_narrowing(rounded: Callable, scaled: Callable) -> None:
-    """Tells numba which of the two `_narrowed` is, by the dtype that is asked for."""
+def choose_narrowing(scope: dict[str, Any]) -> None:
+    """Tells numba what `_narrow_row` and `_narrowed` do, by the dtype that is asked for."""
     from numba import types
     from numba.extending import overload
 
+    @overload(_narrow_row)
+    def row_of(x, y, factors, row):
+        return scope["_round_row" if y.dtype == types.uint16 else "_scale_row"].py_func
+
     @overload(_narrowed)
-    def choice(x, like):
+    def whole(x, like):
+        narrow = scope["_narrow"]
         if like.dtype == types.float32:
             return lambda x, like: (x, np.ones(x.shape[0], np.float32))
-        if like.dtype == types.uint16:
-            return lambda x, like: rounded(x, like)
-        return lambda x, like: scaled(x, like)
+        return lambda x, like: narrow(x, like)
 
 
 def activations_like(weight: Tensor) -> np.ndarray:
