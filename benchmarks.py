@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import platform
 import statistics
@@ -98,15 +97,6 @@ def report(machine: dict[str, Any], benchmarks: dict[str, tuple[str, Callable[..
         Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
     if args.plot:
         plot(results, args.plot)
-
-
-def processor_name() -> str:
-    """The processor as its maker names it; what `platform` knows where /proc is missing."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def pyplot() -> ModuleType:
@@ -632,5 +622,6 @@ def run_benchmarks(args: argparse.Namespace) -> None:
     model = engine.load_model(args.model, engine.GPT2, dtype=args.dtype, stand_in="random")
     models = {name: engine.share_weights(model, variant) for name, variant in engine.VARIANTS.items()}
     machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(), "runs": args.runs,
-               "processor": processor_name(), "system": platform.platform(terse=True), "torch": torch.__version__}
+               "processor": engine.processor_name(), "system": platform.platform(terse=True),
+               "torch": torch.__version__}
     report(machine, BENCHMARKS, args, plot_results, models, args)

@@ -24,7 +24,6 @@ from benchmarks import (
     drain_steps,
     greedy,
     latencies,
-    processor_name,
     pyplot,
     random_prompt,
     report,
@@ -35,6 +34,7 @@ from benchmarks import (
 from checkpoint import CONV1D, empty_weight
 from engine_cuda import GPT2Flash, SamplerState, flash_attention
 from errors import UserError, check_number, ends_with_one_line, first_line
+from instructions import processor_name
 from sampling import IN_PROMPT, RECORD, SamplingParams, sample_records
 from scheduler import ContinuousBatchingScheduler, Request, generate, plan_rows
 

@@ -434,7 +434,7 @@ class PagedKV(KV):
 # ---------------------------------------------------------------------------------------------------
 # The seam for fast paths.
 
-def pack_nothing(model: "GPT2") -> None:
+def do_nothing(model: "GPT2") -> None:
     """The plain path reads the weights where they are."""
 
 
@@ -450,7 +450,8 @@ class Backend(NamedTuple):
     attention: Callable[..., Tensor] = attention                     # of keys and values that lie in one piece
     paged_cache: type[PagedKVCache] = PagedKVCache                   # the pool of pages, and attention over them
     runner: type[Runner] = Runner                                    # a scheduler's step
-    pack: Callable[["GPT2"], None] = pack_nothing                    # called with a model whose weights are others
+    pack: Callable[["GPT2"], None] = do_nothing                      # called with a model whose weights are others
+    tune: Callable[["GPT2"], None] = do_nothing                      # called with a model that was loaded
 
 
 PLAIN = Backend()  # the oracle
@@ -629,6 +630,7 @@ def load_model(name: str = "auto", variant: type[GPT2] = GPT2Paged, dtype: torch
     with_weights(model, source.read(shapes=shapes, dtype=read_as, device=device))
     if dtype == torch.int8:
         model.quantize()
+    model.backend.tune(model)
     return model
 
 
@@ -705,6 +707,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--runs", type=int, default=3, help="rounds of each measurement (default 3)")
     add("--prefill-chunk", type=int, default=128, help="prompt tokens a step when batching (default 128)")
     add("--only", choices=benchmarks.BENCHMARKS, help="one benchmark")
+    add("--tune", action="store_true", help="show what the kernels' choices cost on this machine, and choose anew")
     add("--json", metavar="FILE", help="write the results as JSON")
     add("--plot", metavar="FILE", help="draw the results")
     add("--prompt", help="generate text after this instead of measuring")
@@ -728,7 +731,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_number("--prefill-chunk", args.prefill_chunk, Integral, 1, 100_000)
         check_number("--tokens", args.tokens, Integral, 1 if args.prompt is not None else 2, 1024)
         importlib.import_module("engine_cpu").use_threads(args.threads)
-        if args.prompt is None:
+        if args.tune:
+            model = load_model(args.model, dtype=args.dtype, stand_in="random")
+            importlib.import_module("tuning").show_tuning(model)
+        elif args.prompt is None:
             benchmarks.run_benchmarks(args)
         else:
             run_prompt(args)
@@ -762,7 +768,8 @@ __all__ = [
 
 def __getattr__(name: str):
     for module in ("errors", "tokenizer", "checkpoint", "sampling", "scheduler", "instructions", "engine_cpu",
-                   "quantization", "benchmarks"):
+                   "quantization", "tuning",
+                   "benchmarks"):
         if not name.startswith("_") and hasattr(importlib.import_module(module), name):
             globals()[name] = getattr(importlib.import_module(module), name)           # found at once from now on
             return globals()[name]

@@ -10,6 +10,7 @@ each activation is multiplied by a register of them. A block of the model runs i
 
 import contextlib
 import functools
+import hashlib
 import math
 import os
 import threading
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import engine
+import instructions
 from checkpoint import ACTIVATIONS, aligned_empty
 from instructions import Instructions, processor_features
 from scheduler import PageTable, RowPlan
@@ -32,7 +34,6 @@ BLOCK = 64       # outputs that a task computes
 FEW_ROWS = 64    # up to which a tile takes weights as they lie, row by row; beyond them a panel pays
 SHARED_ROWS = 4  # from which threads share what is done to each row: to wake them takes longer than a row
 MANY_AT_ONCE = 512  # rows of which a task multiplies a panel, beyond FEW_ROWS
-AHEAD = 4096     # bytes by which the weights of a row by itself are fetched before they are used
 QUERY_BLOCK = 128  # queries of a prompt that a task attends,
 KEY_BLOCK = 64     # and over how many keys at a time
 # Beyond so many rows torch multiplies on processors not known to have AVX2: some have a unit for it that it alone uses.
@@ -45,6 +46,13 @@ KEY_BLOCK = 64     # and over how many keys at a time
 MANY_ROWS = 64
 
 
+class Choice(NamedTuple):
+    """What is fastest on one processor and slower on the next. No result depends on it; see tuning.py."""
+
+    ahead: int = 0           # bytes by which weights are fetched before they are used, where a row is by itself
+    shares: bool = True      # whether several rows fetch the weights of the next tile
+
+
 class Product(NamedTuple):
     """A projection as the kernels take it, see `as_array`."""
 
@@ -52,6 +60,7 @@ class Product(NamedTuple):
     scale: np.ndarray        # (out) float32: of int8 rows, else 1
     bias: np.ndarray         # (out) float32
     activations: np.ndarray  # empty, of the dtype in which activations are multiplied by this weight
+    choice: tuple            # the fields of a Choice
 
 
 class Norm(NamedTuple):
@@ -236,10 +245,11 @@ def _narrow(x, like):
     return y, factors
 
 
-def _tiles(x, rows, weight, o, outs, sums):
+def _tiles(x, rows, weight, o, outs, choice, sums):
     """sums[:rows, :outs] = x[:rows] times weight[o:o + outs] transposed."""
     K = weight.shape[1]
     row_bytes = K * weight.itemsize
+    ahead_alone, shares = choice
     part = max(1, OUTS // max(1, rows // ROWS))
     i = 0
     # Several rows: OUTS outputs at a time. The weights of the next outputs are fetched in equal shares, `part` rows
@@ -248,7 +258,7 @@ def _tiles(x, rows, weight, o, outs, sums):
         r = 0
         while r < rows:
             share = r // ROWS * part
-            fetch = part if r % ROWS == 0 and share < OUTS else 0
+            fetch = part if shares and r % ROWS == 0 and share < OUTS else 0
             ahead = (OUTS + share) * row_bytes
             if r + ROWS <= rows:
                 _tile(ROWS, OUTS, x, r, weight, o + i, 0, K, sums, r, i, False, ahead, fetch)
@@ -261,12 +271,12 @@ def _tiles(x, rows, weight, o, outs, sums):
     while i < outs:
         r = 0
         while r < rows:
-            fetch = 0 if r else 1
+            fetch = 1 if ahead_alone and r == 0 else 0
             if r + ROWS <= rows:
-                _tile(ROWS, 1, x, r, weight, o + i, 0, K, sums, r, i, False, AHEAD, fetch)
+                _tile(ROWS, 1, x, r, weight, o + i, 0, K, sums, r, i, False, ahead_alone, fetch)
                 r += ROWS
             else:
-                _tile(1, 1, x, r, weight, o + i, 0, K, sums, r, i, False, AHEAD, fetch)
+                _tile(1, 1, x, r, weight, o + i, 0, K, sums, r, i, False, ahead_alone, fetch)
                 r += 1
         i += 1
 
@@ -289,7 +299,7 @@ def _pack(weight, o, outs, panel):
             _square(weight, o + column, o + outs - 1, step * per, panel, step, column)
 
 
-def _multiply_few(x, factors, weight, scale, bias, out, add, gelu):
+def _multiply_few(x, factors, weight, scale, bias, choice, out, add, gelu):
     """out (N, out) = x (N, K) times weight (out, K) transposed, times factors (N) and scale (out), plus bias (out);
     its gelu, if so; plus what out was, if add. For N up to FEW_ROWS: memory decides."""
     N = x.shape[0]
@@ -297,7 +307,7 @@ def _multiply_few(x, factors, weight, scale, bias, out, add, gelu):
         first = task * BLOCK
         outs = min(BLOCK, weight.shape[0] - first)
         sums = np.empty((N, BLOCK), np.float32)
-        _tiles(x, N, weight, first, outs, sums)
+        _tiles(x, N, weight, first, outs, choice, sums)
         for r in range(N):
             _finish(sums[r], factors[r], scale[first:first + outs], bias[first:first + outs],
                     out[r, first:first + outs], add, gelu)
@@ -326,22 +336,17 @@ def _multiply_many(x, factors, weight, scale, bias, out, add, gelu):
                         out[r, first:first + outs], add, gelu)
 
 
-def _multiply(x, factors, weight, scale, bias, out, add, gelu):
-    """See `_multiply_few`."""
-    if x.shape[0] <= FEW_ROWS:
-        _multiply_few(x, factors, weight, scale, bias, out, add, gelu)
-    else:
-        _multiply_many(x, factors, weight, scale, bias, out, add, gelu)
-
-
 # numba reads a plain tuple from Python three times as fast as a named one, which a step of a small model feels. So
 # Products, Norms and KVViews come as plain tuples of their fields, and get their names where they are used.
 
 def _project(x, product, out, add, gelu):
-    """`_multiply` by a Product."""
+    """The product of x by a Product; see `_multiply_few`."""
     p = Product(*product)
     y, factors = _narrowed(x, p.activations)
-    _multiply(y, factors, p.weight, p.scale, p.bias, out, add, gelu)
+    if x.shape[0] <= FEW_ROWS:
+        _multiply_few(y, factors, p.weight, p.scale, p.bias, p.choice, out, add, gelu)
+    else:
+        _multiply_many(y, factors, p.weight, p.scale, p.bias, out, add, gelu)
 
 
 def _normalise_row(x, norm, out, row):
@@ -611,10 +616,10 @@ def compile_kernels(numba: types.ModuleType) -> dict[str, Any]:
 
     def add(kernel, **more):
         kernel = types.FunctionType(kernel.__code__, scope, kernel.__name__)
-        try:
-            scope[kernel.__name__] = numba.njit(cache=True, **options, **more)(kernel)
-        except RuntimeError:  # no folder to keep it in
-            scope[kernel.__name__] = numba.njit(**options, **more)(kernel)
+        compiled = numba.njit(**options, **more)(kernel)
+        with contextlib.suppress(RuntimeError):                      # no folder to keep it in
+            compiled._cache = kept_kernels()(kernel)
+        scope[kernel.__name__] = compiled
 
     for kernel in (aligned_empty, _exp, _gelu, _round_row, _scale_row, _tiles, _finish, _pack, _normalise_row,
                    _outer_products, _slot, _load_keys, _soften, _attend_block, _store):
@@ -622,9 +627,24 @@ def compile_kernels(numba: types.ModuleType) -> dict[str, Any]:
     choose_narrowing(scope)
     for kernel in _narrow, _multiply_few, _multiply_many, _normalise, _attend_one, _attend_many:
         add(kernel, parallel=True)
-    for kernel in _multiply, _project, _begin, _end, _attend, _block:
+    for kernel in _project, _begin, _end, _attend, _block:
         add(kernel)
     return scope
+
+
+@functools.cache
+def kept_kernels() -> type:
+    """The place where numba keeps compiled kernels, by what they depend on: numba asks whether engine_cpu.py changed,
+    this one whether the instructions did, too."""
+    from numba.core.caching import FunctionCache
+
+    version = hashlib.sha256(Path(instructions.__file__).read_bytes()).hexdigest()
+
+    class KeptKernels(FunctionCache):
+        def _index_key(self, sig, codegen):
+            return (*super()._index_key(sig, codegen), version)
+
+    return KeptKernels
 
 
 def choose_narrowing(scope: dict[str, Any]) -> None:
@@ -647,9 +667,10 @@ def choose_narrowing(scope: dict[str, Any]) -> None:
 def activations_like(weight: Tensor) -> np.ndarray:
     """An empty array of the dtype in which activations are multiplied by this weight. float32 is exact; bfloat16 and
     whole numbers of 16 bits are what the processor multiplies by weights of 16 and of 8 bits."""
-    native = {torch.bfloat16: ("avx512bf16", np.uint16), torch.int8: ("avx512vnni", np.int16)}
-    feature, dtype = native.get(weight.dtype, (None, None))
-    has = cpu_kernels() is not None and feature in processor_features()
+    native = {torch.bfloat16: ({"avx512bf16"}, np.uint16),
+              torch.int8: ({"avx512vnni", "avx512bw", "avxvnni", "avx2"}, np.int16)}
+    features, dtype = native.get(weight.dtype, (set(), None))
+    has = cpu_kernels() is not None and features & processor_features()
     return np.empty(0, dtype if has else np.float32)
 
 
@@ -729,6 +750,7 @@ def origin_of(*modules: nn.Module) -> list:
 class TiledLinear(OneDnnLinear):
     """A projection by our kernel, whose result is float32."""
 
+    choice: Choice = Choice()
     product: tuple | None = None                                     # the fields of a Product
     origin: list | None = None                                       # of the product
 
@@ -744,7 +766,7 @@ class TiledLinear(OneDnnLinear):
             return
         bias = torch.zeros(self.weight.shape[0]) if self.bias is None else self.bias.float()
         self.product = tuple(Product(as_array(self.weight), as_array(self.scales()), as_array(bias),
-                                     activations_like(self.weight)))
+                                     activations_like(self.weight), tuple(self.choice)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -884,7 +906,14 @@ def pack(model: engine.GPT2) -> None:
             module.pack()
 
 
-TILED = engine.Backend(linear=TiledLinear, block=TiledBlock, paged_cache=TiledCache, pack=pack)
+def _tune(model: engine.GPT2) -> None:
+    """Choose what is fastest for this model on this processor; see tuning.py."""
+    import tuning
+
+    tuning.tune(model)
+
+
+TILED = engine.Backend(linear=TiledLinear, block=TiledBlock, paged_cache=TiledCache, pack=pack, tune=_tune)
 ONEDNN = engine.Backend(linear=OneDnnLinear)
 
 

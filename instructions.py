@@ -2,19 +2,35 @@
 for numba to compile into them. engine_cpu.py has a plain body beside each name, which says what is meant.
 """
 
+import contextlib
 import functools
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
+
+
+def processor_name() -> str:
+    """The processor as its maker names it; what `platform` knows where /proc is missing."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
 
 
 @functools.cache
 def processor_features() -> frozenset[str]:
-    """Names of what the processor can do, as LLVM calls them; none where numba is told to compile for another."""
+    """Names of what the processor can do, as LLVM calls them.
+
+    Where numba is told to compile for another processor, what it is told: of NUMBA_CPU_NAME=haswell
+    NUMBA_CPU_FEATURES=+avx2,+fma,+f16c these three. So a machine runs the kernels of lesser ones.
+    """
     import llvmlite.binding
     import numba
 
-    if numba.config.CPU_NAME:
-        return frozenset()
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        return frozenset(name[1:] for name in (numba.config.CPU_FEATURES or "").split(",") if name.startswith("+"))
     return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
 
 
@@ -189,16 +205,35 @@ class Instructions:
         if x == types.int16:                                         # beside int8, or what a panel made of it
             pairs = self._vector(self.i16, 2 * lanes)
             wide = (lambda builder, w: builder.sext(w, pairs)) if weight == types.int8 else (lambda builder, w: w)
-            return Flavour(2 * lanes, self.i32, wide, self._assembly("vpdpwssd"))
+            return Flavour(2 * lanes, self.i32, wide, self._whole_dot())
         return Flavour(lanes, self.f32, lambda builder, w: self._widened(builder, w, weight), self._fused)
+
+    def _whole_dot(self):
+        """How pairs of whole numbers of 16 bits are multiplied and added: in one instruction, or in two."""
+        features = processor_features()
+        if self.lanes == 16 and "avx512vnni" in features:
+            return self._assembly("vpdpwssd")
+        if self.lanes == 8 and "avxvnni" in features:
+            return self._assembly("{vex} vpdpwssd")
+        name = "llvm.x86.avx512.pmaddw.d.512" if self.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+
+        def dot(builder, total, x, w):
+            from numba.core import cgutils
+
+            pairs = self._vector(self.i16, 2 * self.lanes)
+            kind = self.ir.FunctionType(total.type, [pairs, pairs])
+            products = cgutils.get_or_insert_function(builder.module, kind, name)
+            return builder.add(total, builder.call(products, [builder.bitcast(x, pairs), builder.bitcast(w, pairs)]))
+        return dot
 
     def _assembly(self, instruction):
         """An instruction that adds the products of pairs of 16 bits to a total of 32."""
         pairs = self._vector(self.i32)
+        registers = "=x,0,x,x" if "{vex}" in instruction else "=v,0,v,v"                # the first 16, or all 32
 
         def dot(builder, total, x, w):
             kind = self.ir.FunctionType(total.type, [total.type, pairs, pairs])
-            code = self.ir.InlineAsm(kind, instruction + " $3, $2, $0", "=v,0,v,v")
+            code = self.ir.InlineAsm(kind, instruction + " $3, $2, $0", registers)
             return builder.call(code, [total, builder.bitcast(x, pairs), builder.bitcast(w, pairs)])
         return dot
 

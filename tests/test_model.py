@@ -476,7 +476,8 @@ def test_plain_product_of_each_pair_of_dtypes(activations, weights):
     whole = weights == torch.int8
     weight = (torch.randint(-127, 128, (9, 37)) if whole else torch.randn(9, 37)).to(weights)
     scale, bias = torch.rand(9), torch.randn(9)
-    product = engine_cpu.Product(engine_cpu.as_array(weight), scale.numpy(), bias.numpy(), np.empty(0, activations))
+    product = engine_cpu.Product(engine_cpu.as_array(weight), scale.numpy(), bias.numpy(), np.empty(0, activations),
+                                 tuple(engine_cpu.Choice()))
     out = np.zeros((6, 9), np.float32)
     engine_cpu._project(x.numpy(), product, out, False, False)
     expected = x.double() @ weight.double().t() * scale.double() + bias.double()
