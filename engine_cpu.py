@@ -614,6 +614,8 @@ def compile_kernels(numba: types.ModuleType) -> dict[str, Any]:
     # Sums may be reordered (for SIMD), but NaN and infinity keep their meaning, unlike under fastmath=True.
     options = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz"}, nogil=True)
 
+    inner = dict(no_cpython_wrapper=True, no_cfunc_wrapper=True)     # of what kernels alone call: less to compile
+
     def add(kernel, **more):
         kernel = types.FunctionType(kernel.__code__, scope, kernel.__name__)
         compiled = numba.njit(**options, **more)(kernel)
@@ -623,10 +625,10 @@ def compile_kernels(numba: types.ModuleType) -> dict[str, Any]:
 
     for kernel in (aligned_empty, _exp, _gelu, _round_row, _scale_row, _tiles, _finish, _pack, _normalise_row,
                    _outer_products, _slot, _load_keys, _soften, _attend_block, _store):
-        add(kernel)
+        add(kernel, **inner)
     choose_narrowing(scope)
     for kernel in _narrow, _multiply_few, _multiply_many, _normalise, _attend_one, _attend_many:
-        add(kernel, parallel=True)
+        add(kernel, parallel=True, **inner)
     for kernel in _project, _begin, _end, _attend, _block:
         add(kernel)
     return scope

@@ -1,11 +1,6 @@
 """Every variant against transformers, then against each other; pages that are short, scattered or shared."""
 
-import os
-import platform
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -396,32 +391,6 @@ def test_attention_in_16_bits_of_what_torch_multiplied():
         assert (got.float() - engine.attention(q.float(), k.float(), v.float(), 0.5)).abs().max() < 0.03
 
 
-PLAIN_PROCESSOR = """
-import torch
-import engine
-import engine_cpu
-import quantization
-
-torch.manual_seed(0)
-assert "avx512f" not in engine_cpu.processor_features()
-linear = engine.Linear(150, 70)
-linear.weight.data, linear.bias.data = torch.randn(70, 150), torch.randn(70)
-linear = quantization.Int8Linear.of(linear)
-linear.pack()
-x, weight = torch.randn(11, 150), linear.weight.double() * linear.scale.double()[:, None]
-torch.testing.assert_close(linear(x).double(), x.double() @ weight.t() + linear.bias.double(), atol=1e-4, rtol=0)
-kv = engine_cpu.TiledCache(1, 2, 80, page_size=7, max_pages=40).new_kv()
-q, k, v = torch.randn(3, 1, 2, 201, 80)
-kv.reserve(1, 200, 1000)
-out = [kv.attend(0, q[:, :, :200], k[:, :, :200], v[:, :, :200], 0.1)]
-kv.advance()
-kv.reserve(1, 1, 1000)
-out.append(kv.attend(0, q[:, :, 200:], k[:, :, 200:], v[:, :, 200:], 0.1))
-expected = engine.attention(q.double(), k.double(), v.double(), 0.1).float()
-torch.testing.assert_close(torch.cat(out, dim=2), expected, atol=1e-5, rtol=0)
-"""
-
-
 def small_block(dtype):
     """A block of 2 heads of 5, packed; its input of 5 tokens; and a view of 3 rows of it: two that decode, and a prompt
     behind stored tokens, on pages in no order, in pools that hold NaN beside what is stored."""
@@ -494,14 +463,6 @@ def test_numbers_as_they_are_stored(number):
         stored[0] = engine_cpu._as(np.float32(number), stored)
         expected = torch.tensor([number]).to(dtype).float().numpy()
         np.testing.assert_equal(engine_cpu._widen(stored[0]), expected[0])
-
-
-def test_kernels_for_a_processor_with_shorter_registers():
-    """numba is told to compile for a processor without AVX-512: other tiles, and weights widened to float32."""
-    done = subprocess.run([sys.executable, "-c", PLAIN_PROCESSOR], capture_output=True, text=True,
-                          cwd=Path(engine.__file__).parent, env=os.environ | {"NUMBA_CPU_NAME": "haswell"})
-    assert done.returncode == 0, done.stderr
-    assert platform.machine() in ("x86_64", "AMD64")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
