@@ -14,7 +14,7 @@ import engine
 ROOT = Path(engine.__file__).parent
 # From the lowest to the highest: each imports only what stands before it.
 ORDER = ["errors", "tokenizer", "checkpoint", "sampling", "scheduler", "instructions", "engine", "engine_cpu",
-         "quantization", "engine_cuda", "benchmarks", "benchmarks_cuda", "demo"]
+         "quantization", "engine_cuda", "budget", "benchmarks", "benchmarks_cuda", "demo"]
 
 
 def imported_at_the_top(module):
