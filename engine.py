@@ -768,7 +768,7 @@ __all__ = [
 
 def __getattr__(name: str):
     for module in ("errors", "tokenizer", "checkpoint", "sampling", "scheduler", "instructions", "engine_cpu",
-                   "quantization", "benchmarks"):
+                   "quantization", "budget", "benchmarks"):
         if not name.startswith("_") and hasattr(importlib.import_module(module), name):
             globals()[name] = getattr(importlib.import_module(module), name)           # found at once from now on
             return globals()[name]
