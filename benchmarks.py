@@ -449,11 +449,15 @@ def _decoded_logits(model, text):
     return logits
 
 
+DTYPE_SECONDS = 3.0  # of the text that is timed
+
+
 def parts_of_dtypes(costs: StepCosts, args: argparse.Namespace) -> list[Part]:
     """A part for each dtype, the key. All are priced as float32: the first is compared with, and must be the first that
     is found room for."""
-    # Loading takes as long as some tens of steps; 125 tokens of tiny as some 30.
-    return [Part(f"dtypes {dtype}", dtype, (60 + min(args.tokens, 60)) * costs.step) for dtype in engine.CPU_DTYPES]
+    tokens = min(args.tokens, 60, max(8, int(DTYPE_SECONDS / costs.step)))
+    # A second to load; 125 tokens of tiny take as long as some 40 steps.
+    return [Part(f"dtypes {dtype}", dtype, (40 + tokens) * costs.step + 1) for dtype in engine.CPU_DTYPES]
 
 
 def bench_dtypes(models: dict[str, engine.GPT2], args: argparse.Namespace, budget: Budget) -> Table:
@@ -472,7 +476,7 @@ def bench_dtypes(models: dict[str, engine.GPT2], args: argparse.Namespace, budge
                                                                                      ignore_eos=True)))
             reference = _decoded_logits(tiny, text)
         logits = _decoded_logits(tiny, text)
-        tokens = budget.tokens("dtypes", min(args.tokens, 60), 3)
+        tokens = budget.tokens("dtypes", min(args.tokens, 60), DTYPE_SECONDS)
         step = statistics.median(time_generation(model, prompt, tokens).rest)
         table.append({"weights": dtype, "weights MB": weight_bytes(model) / 1e6, "new": tokens,
                       "ms a token": 1e3 * step, "tokens/s": 1 / step,

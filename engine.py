@@ -741,8 +741,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 # that import this one, and of lower ones that are not used above, are looked up when they are asked for.
 __all__ = [
     "ABOVE_0", "ACTIVATIONS", "ASSETS", "BATCHING_SECONDS", "BENCHMARKS", "BUDGET", "BUFFERS", "CONV1D", "CPU_DTYPES",
-    "DTYPES", "FEW_ROWS", "FORMATS", "GENERATION_SECONDS", "GPT2", "HASH_1", "HASH_2", "HASH_GOLDEN", "HUB_SECONDS",
-    "KV", "LABELS", "MANY_ROWS", "MLP", "PARTS", "PLAIN", "QUERY_BLOCK", "ROUNDS", "SCORED_CHUNK", "SENTENCE", "SHAPES",
+    "DTYPES", "DTYPE_SECONDS", "FEW_ROWS", "FORMATS", "GENERATION_SECONDS", "GPT2", "HASH_1", "HASH_2", "HASH_GOLDEN",
+    "HUB_SECONDS", "KV", "LABELS", "MANY_ROWS", "MLP", "PARTS", "PLAIN", "QUERY_BLOCK", "ROUNDS", "SCORED_CHUNK",
+    "SENTENCE", "SHAPES",
     "SIZE_LIMITS", "SLOTS", "SPECULATION_SECONDS", "VARIANTS", "Attention", "Backend", "Block", "Budget", "ByteCounter",
     "ContinuousBatchingScheduler", "GPT2Cached", "GPT2Config", "GPT2Paged", "GrowingKV", "Int8Linear", "LayerNorm",
     "Linear", "OutOfPages", "OutputToken", "PagePool", "PageTable", "PagedKV", "PagedKVCache", "Part", "PrefixCache",
