@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import engine  # its names are asked for at each call, so that a replaced engine.load_model is the one that runs
+from budget import BUDGET, Budget, Part, Progress, say
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 LABELS = {"no-cache": "no cache", "cached": "KV-cache (torch.cat)", "paged": "KV-cache (pages)"}
 SENTENCE = "The meaning of life is"
 SLOTS = 8  # of the scheduler, in the benchmarks of batching
+ROUNDS = 3  # of each measurement, where --runs doesn't say
 
 Table = list[dict[str, Any]]  # equal dicts, a line each: column -> text or number (lists go to the JSON alone)
 
@@ -36,7 +39,7 @@ Table = list[dict[str, Any]]  # equal dicts, a line each: column -> text or numb
 def require_match(what: str, matches: bool) -> None:
     """Says whether outputs match, before any time is printed. Ends the program (status 1) where they don't: the speed
     of wrong results is worth nothing."""
-    print(f"Match: {'yes' if matches else 'NO'}  {what}", flush=True)
+    say(f"Match: {'yes' if matches else 'NO'}  {what}")
     if not matches:
         raise SystemExit(1)
 
@@ -75,24 +78,26 @@ def check_outputs(args: argparse.Namespace, drawn: Sequence[str] = ("generation"
 
 
 def report(machine: dict[str, Any], benchmarks: dict[str, tuple[str, Callable[..., Table]]], args: argparse.Namespace,
-           plot: Callable[[dict[str, Any], str], None], *inputs: Any) -> None:
+           plot: Callable[[dict[str, Any], str], None], *inputs: Any, progress: Progress | None = None) -> None:
     """Runs --only one of the benchmarks, or all, and writes the files of --json and --plot.
 
     machine: what is printed and written of the place where they run. benchmarks: name -> (title of its table,
-    function of the inputs). plot: draws the results, {"machine": machine, name: table}, to a file.
+    function of the inputs). plot: draws the results, {"machine": machine, name: table}, to a file. progress: the bar,
+    where the inputs draw it too. A benchmark whose table is empty is not reported.
     """
-    from tqdm import tqdm
-
-    print("  ".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
+    progress = progress or Progress()
+    say("  ".join(f"{key}: {value}" for key, value in machine.items()))
     results = {"machine": machine}
-    # disable=None: no bar where stderr is not a terminal. leave=False: it is gone before the table is printed.
-    progress = tqdm([args.only] if args.only else list(benchmarks), disable=None, leave=False)
-    for name in progress:
-        progress.set_description(name)
+    names = [args.only] if args.only else list(benchmarks)
+    for done, name in enumerate(names):
+        progress.show(name, done, len(names))
         title, bench = benchmarks[name]
-        results[name] = bench(*inputs)
-        progress.clear()
-        print_table(title, results[name])
+        table = bench(*inputs)
+        progress.bar.clear()
+        if table:                                                    # none where the time didn't reach for a row
+            results[name] = table
+            print_table(title, table)
+    progress.bar.close()
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
     if args.plot:
@@ -178,6 +183,44 @@ def read_bandwidth() -> float:
     return data.nbytes / min(seconds)                                # what else runs can only make it slower
 
 
+class StepCosts:
+    """Seconds that steps take here, each measured when it is asked for first.
+
+    models: no-cache and paged are run. progress: says that kernels are compiled.
+    """
+
+    def __init__(self, models: dict[str, engine.GPT2], progress: Progress):
+        self.models = models
+        self.progress = progress
+
+    @functools.cached_property
+    def plain(self) -> float:
+        """Of each token of a prompt on the plain path."""
+        model = engine.share_weights(self.models["no-cache"], engine.GPT2, backend=engine.PLAIN)
+        ids = torch.tensor([random_prompt(64, model.config.vocab_size)])
+        return median_seconds(lambda: model(ids, keep=slice(-1, None)), runs=1) / ids.numel()
+
+    @functools.cached_property
+    def step(self) -> float:
+        """Of a step that makes one token."""
+        model = self.models["paged"]
+        with self.progress.compiling(str(model.wte.weight.dtype).removeprefix("torch.")):
+            for variant in self.models.values():
+                time_generation(variant, random_prompt(40, model.config.vocab_size), 3)
+        return statistics.median(time_generation(model, sentence_prompt(), 5).rest)
+
+    @functools.cached_property
+    def token(self) -> float:
+        """Of each token of a prompt, beside what a step takes."""
+        step = self.step                                             # before it is timed: the kernels are compiled
+        prompt = random_prompt(128, self.models["paged"].config.vocab_size)
+        return max(time_generation(self.models["paged"], prompt, 1).first - step, 0.1 * step) / len(prompt)
+
+    def prompt(self, tokens: int) -> float:
+        """Of a pass over a prompt of so many tokens."""
+        return self.step + tokens * self.token
+
+
 # ---------------------------------------------------------------------------------------------------
 # Generation: what a KV-cache saves
 
@@ -185,7 +228,8 @@ def _last_logits(model: engine.GPT2, prompt: list[int]) -> torch.Tensor:
     """The logits (1, 1, V) after a prompt, as a decode step makes them: from what is stored of all but the last."""
     ids = torch.tensor([prompt])
     kv = model.new_kv()
-    model(ids[:, :-1], kv, keep=slice(-1, None))
+    if not isinstance(kv, engine.Recompute):
+        model(ids[:, :-1], kv, keep=slice(-1, None))
     logits = model(ids[:, kv.length:], kv, keep=slice(-1, None))     # all of them where nothing is stored
     kv.release()
     return logits
@@ -208,10 +252,13 @@ def outputs_match(models: dict[str, engine.GPT2], prompt: list[int], tokens: int
     return close and (same_text or not exact), difference.item()
 
 
+GENERATION_SECONDS = 1.5  # of each variant in each round; those of a slow variant take long
+
+
 def _affordable_tokens(model, prompt):
-    """How many tokens take some 1.5 seconds after this prompt, at least 4: those of a slow variant take long."""
+    """How many tokens take some 1.5 seconds after this prompt, at least 4."""
     second = time_generation(model, prompt, 2).rest[0]               # the time of the second token; it warms up too
-    return 1 + max(3, int(1.5 / second))
+    return 1 + max(3, int(GENERATION_SECONDS / second))
 
 
 def _generation_row(name, prompt, tokens, runs, base, compared):
@@ -220,7 +267,7 @@ def _generation_row(name, prompt, tokens, runs, base, compared):
     # Run by run, since they were interleaved: what slowed the machine for a while slowed both.
     speed_ups = [without / statistics.mean(run.rest[:compared]) for without, run in zip(base, runs)]
     return {
-        "prompt": len(prompt), "variant": LABELS[name], "new": tokens,
+        "prompt": len(prompt), "variant": LABELS[name], "new": tokens, "runs": len(runs),
         "first token ms": 1e3 * statistics.median(run.first for run in runs),
         "ms a token": 1e3 * statistics.median(step),
         "min": 1e3 * min(step), "max": 1e3 * max(step),
@@ -229,20 +276,37 @@ def _generation_row(name, prompt, tokens, runs, base, compared):
     }
 
 
-def bench_generation(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
+def parts_of_generation(costs: StepCosts, args: argparse.Namespace) -> list[Part]:
+    """A part for each length of the prompt; the key is the length."""
+    parts = []
+    # After 16 tokens it is much as after 5; what a cache saves is seen after a long prompt.
+    for n, worth in ((len(sentence_prompt()), 2), (16, 0.5), (512, 4), (900, 2)):
+        whole = costs.prompt(n)
+        decoding = max(3 * costs.step, min(GENERATION_SECONDS, args.tokens * costs.step))
+        recomputing = max(3 * whole, min(GENERATION_SECONDS, args.tokens * whole))
+        # The check reads the prompt 3 times on the plain path and 7 on the fast one, the warm-up 4 times.
+        once = 3 * (costs.step + n * costs.plain) + 11 * whole + 10 * costs.step
+        parts.append(Part(f"generation after {n} tokens", n, once, 3 * whole + 2 * decoding + recomputing,
+                          args.runs or ROUNDS, args.runs or 1, worth))
+    return parts
+
+
+def bench_generation(models: dict[str, engine.GPT2], args: argparse.Namespace, budget: Budget) -> Table:
     """First token and decode of each variant after prompts of several lengths, in interleaved rounds."""
-    sentence = sentence_prompt()
-    prompts = [sentence] + [random_prompt(n, models["paged"].config.vocab_size) for n in (16, 512, 900)]
     table = []
-    for prompt in prompts:
-        same, difference = outputs_match(models, prompt)
+    for length, rounds in budget.parts("generation"):
+        is_sentence = length == len(sentence_prompt())
+        prompt = sentence_prompt() if is_sentence else random_prompt(length, models["paged"].config.vocab_size)
+        checked = 2 if budget.limited and not is_sentence else 4     # the oracle reads the whole prompt for each
+        same, difference = outputs_match(models, prompt, checked)
         require_match(f"after {len(prompt)} tokens, "
                       f"logits of all variants within {difference:.1e} of the largest", same)
         tokens = dict.fromkeys(models, args.tokens)
-        if prompt is not sentence:  # a slow variant makes fewer tokens than asked for; the table says how many
+        if budget.limited or not is_sentence:
+            # A slow variant makes fewer tokens than asked for; the table says how many.
             tokens = {name: min(args.tokens, _affordable_tokens(model, prompt)) for name, model in models.items()}
         runs = {name: [] for name in models}
-        for _ in range(args.runs):
+        for _ in range(rounds):
             for name, model in models.items():
                 runs[name].append(time_generation(model, prompt, tokens[name]))
         # Without a cache a token takes longer the more stand before it: compare the same positions of all variants.
@@ -303,10 +367,16 @@ def count_bytes(model: engine.GPT2, stored: int) -> ByteCounter:
     return counter
 
 
-def bench_bytes(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
+def parts_of_bytes(costs: StepCosts, args: argparse.Namespace) -> list[Part]:
+    """A part for each number of stored tokens, the key; all on the plain path, which needs no kernels."""
+    return [Part(f"bytes at {stored} tokens", stored, 2.4 * (stored + 20) * costs.plain)
+            for stored in (16, 128, 512, 900)]
+
+
+def bench_bytes(models: dict[str, engine.GPT2], args: argparse.Namespace, budget: Budget) -> Table:
     """What a decode step costs in memory: torch.cat against pages, counted operator by operator as it runs."""
     table = []
-    for stored in (16, 128, 512, 900):
+    for stored, _ in budget.parts("bytes"):
         for name in ("cached", "paged"):
             counter = count_bytes(models[name], stored)
             table.append({"stored": stored, "variant": LABELS[name], "moved KB a step": counter.moved / 1e3,
@@ -334,21 +404,31 @@ def step_parts(model: engine.GPT2, prompt: list[int]) -> dict[str, float]:
     return milliseconds
 
 
-def bench_bandwidth(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
+def parts_of_bandwidth(costs: StepCosts, args: argparse.Namespace) -> list[Part]:
+    """One part: it is cheap. Some 50 steps of two variants, and the reading of 5 GB."""
+    return [Part("bandwidth", None, 100 * costs.step + 1, worth=2)]
+
+
+def bench_bandwidth(models: dict[str, engine.GPT2], args: argparse.Namespace, budget: Budget) -> Table:
     """What a decode step costs and what on, against its floor: every weight is read once."""
-    weights = weight_bytes(models["paged"])
-    ceiling = read_bandwidth()
-    prompt = sentence_prompt()
     table = []
-    for name in ("cached", "paged"):
-        step = statistics.median(time_generation(models[name], prompt, 30).rest)
-        parts = step_parts(models[name], prompt)
-        table.append({"variant": LABELS[name], "weights MB": weights / 1e6, "memory GB/s": ceiling / 1e9,
-                      "floor ms": 1e3 * weights / ceiling, "ms a token": 1e3 * step,
-                      "share of memory": weights / step / ceiling, **parts,
-                      # The rest: LayerNorms, embeddings, what Python does between the calls.
-                      "rest": max(0.0, 1e3 * step - sum(parts.values()))})
+    for _ in budget.parts("bandwidth"):
+        ceiling = read_bandwidth()
+        table += [_bandwidth_row(name, models[name], ceiling) for name in ("cached", "paged")]
     return table
+
+
+def _bandwidth_row(name, model, ceiling):
+    """A variant's line. ceiling: bytes a second at which memory is read."""
+    weights = weight_bytes(model)
+    prompt = sentence_prompt()
+    step = statistics.median(time_generation(model, prompt, 30).rest)
+    parts = step_parts(model, prompt)
+    return {"variant": LABELS[name], "weights MB": weights / 1e6, "memory GB/s": ceiling / 1e9,
+            "floor ms": 1e3 * weights / ceiling, "ms a token": 1e3 * step,
+            "share of memory": weights / step / ceiling, **parts,
+            # The rest: LayerNorms, embeddings, what Python does between the calls.
+            "rest": max(0.0, 1e3 * step - sum(parts.values()))}
 
 
 def _decoded_logits(model, text):
@@ -359,22 +439,37 @@ def _decoded_logits(model, text):
     return logits
 
 
-def bench_dtypes(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
+DTYPE_SECONDS = 3.0  # of the text that is timed
+
+
+def parts_of_dtypes(costs: StepCosts, args: argparse.Namespace) -> list[Part]:
+    """A part for each dtype, the key. All are priced as float32: the first is compared with, and must be the first that
+    is found room for."""
+    tokens = min(args.tokens, 60, max(8, int(DTYPE_SECONDS / costs.step)))
+    # A second to load; 125 tokens of tiny take as long as some 40 steps.
+    return [Part(f"dtypes {dtype}", dtype, (40 + tokens) * costs.step + 1) for dtype in engine.CPU_DTYPES]
+
+
+def bench_dtypes(models: dict[str, engine.GPT2], args: argparse.Namespace, budget: Budget) -> Table:
     """Each dtype of the weights: its speed, and on a text of `tiny` what it costs in accuracy."""
     prompt = sentence_prompt()
-    params = engine.SamplingParams(seed=0, max_tokens=120, ignore_eos=True)
-    text = prompt + list(engine.generate(engine.load_model("tiny"), prompt, params))
-    reference = None                                                 # the logits of float32, the first
+    text = None
     table = []
-    for dtype in engine.CPU_DTYPES:
-        logits = _decoded_logits(engine.load_model("tiny", dtype=dtype), text)
-        if reference is None:
-            reference = logits
-        model = engine.load_model(models["paged"].name, engine.GPT2Paged, dtype=dtype)
-        time_generation(model, prompt, 3)                            # warm-up
-        step = statistics.median(time_generation(model, prompt, min(args.tokens, 60)).rest)
-        table.append({"weights": dtype, "weights MB": weight_bytes(model) / 1e6, "ms a token": 1e3 * step,
-                      "tokens/s": 1 / step,
+    for dtype, _ in budget.parts("dtypes"):
+        with budget.progress.compiling(dtype):                       # and a warm-up
+            tiny = engine.load_model("tiny", dtype=dtype)
+            model = engine.load_model(models["paged"].name, engine.GPT2Paged, dtype=dtype)
+            for warmed in tiny, model:
+                time_generation(warmed, prompt, 3)
+        if text is None:  # of float32, the first
+            text = prompt + list(engine.generate(tiny, prompt, engine.SamplingParams(seed=0, max_tokens=120,
+                                                                                     ignore_eos=True)))
+            reference = _decoded_logits(tiny, text)
+        logits = _decoded_logits(tiny, text)
+        tokens = budget.tokens("dtypes", min(args.tokens, 60), DTYPE_SECONDS)
+        step = statistics.median(time_generation(model, prompt, tokens).rest)
+        table.append({"weights": dtype, "weights MB": weight_bytes(model) / 1e6, "new": tokens,
+                      "ms a token": 1e3 * step, "tokens/s": 1 / step,
                       "logits error %": 100 * ((logits - reference).abs().max() / reference.abs().max()).item(),
                       "perplexity": F.cross_entropy(logits[:-1], torch.tensor(text[1:])).exp().item()})
     for row in table:
@@ -437,6 +532,9 @@ def latencies(requests: Sequence[engine.Request]) -> dict[str, float]:
             for name, values in times.items() for what, measure in measures.items()}
 
 
+BATCHING_SECONDS = 1.0  # of the longest output, alone: all of them together are some tens of it
+
+
 def _serving_jobs(most, vocab_size):
     """32 jobs: prompts of 5 to 200 tokens, outputs mostly short and a few of `most` tokens, as in practice."""
     draw = np.random.default_rng(0)
@@ -451,21 +549,42 @@ def _serving_row(mode, runs):
     requests, seconds = min(runs, key=lambda run: abs(run.seconds - median))
     start = requests[0].arrival_time                                 # of all of them
     row = {"requests": len(requests), "mode": mode, "tokens/s": sum(len(r.output_ids) for r in requests) / seconds}
-    row |= latencies(requests)
+    row |= {"runs": len(runs)} | latencies(requests)
     row["bars"] = [[r.slot, r.scheduled_time - start, r.finish_time - start] for r in requests]
     return row
 
 
-def bench_batching(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
+def parts_of_batching(costs: StepCosts, args: argparse.Namespace) -> list[Part]:
+    """A part for each number of requests, the key; with --only alone in full, else one part, once."""
+    in_full = args.only == "batching"
+    most = args.tokens if in_full else max(4, args.tokens // 2)
+    most = min(most, max(8, int(BATCHING_SECONDS / costs.step)))
+    parts = []
+    for count in (1, 2, 4, 8, 16, 32) if in_full else (16,):
+        jobs = _serving_jobs(most, 50000)[:count]
+        made = sum(job.tokens for job in jobs)
+        read = sum(len(job.prompt) for job in jobs)
+        # A mode after another; together steps are fewer, and each of them longer.
+        seconds = (1.8 * made + count) * costs.step + 3 * read * costs.token
+        warm_up = 8 * costs.prompt(100)
+        rounds = (args.runs or ROUNDS, args.runs or 1) if in_full else (1, 1)
+        parts.append(Part(f"batching of {count}", count, warm_up, seconds, *rounds, worth=2))
+    return parts
+
+
+def bench_batching(models: dict[str, engine.GPT2], args: argparse.Namespace, budget: Budget) -> Table:
     """The same requests one after another, in static batches, and continuously batched; in full with --only alone."""
     model = engine.share_weights(models["paged"], engine.GPT2Paged, max_pages=1024)   # enough for all slots
-    in_full = args.only == "batching"
-    jobs = _serving_jobs(args.tokens if in_full else max(4, args.tokens // 2), model.config.vocab_size)
-    bench_serving(model, [ServingJob(job.prompt, 2) for job in jobs[:SLOTS]], "continuous", args)     # warm-up
+    most = args.tokens if args.only == "batching" else max(4, args.tokens // 2)
     table = []
-    for count in (1, 2, 4, 8, 16, 32) if in_full else (16,):
+    for count, rounds in budget.parts("batching"):
+        tokens = budget.tokens("batching", most, BATCHING_SECONDS)
+        jobs = _serving_jobs(tokens, model.config.vocab_size)
+        if not table:
+            warm_up = [ServingJob(job.prompt, 2) for job in jobs[:SLOTS]]
+            bench_serving(model, warm_up, "continuous", args)
         runs = {mode: [] for mode in ("sequential", "static", "continuous")}
-        for _ in range(args.runs if in_full else 1):
+        for _ in range(rounds):
             for mode in runs:
                 runs[mode].append(bench_serving(model, jobs[:count], mode, args))
         texts = [[request.output_ids for request in of_mode[0].requests] for of_mode in runs.values()]
@@ -474,23 +593,30 @@ def bench_batching(models: dict[str, engine.GPT2], args: argparse.Namespace) -> 
     return table
 
 
-def bench_prefix(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
+def parts_of_prefix(costs: StepCosts, args: argparse.Namespace) -> list[Part]:
+    """One part: five prompts are read, and of three more the end."""
+    return [Part("prefix cache", None, 5 * costs.prompt(503) + 64 * costs.step, worth=2)]
+
+
+def bench_prefix(models: dict[str, engine.GPT2], args: argparse.Namespace, budget: Budget) -> Table:
     """Requests that share their first 500 tokens, without and with the prefix cache."""
-    model = models["paged"]
+    return [_prefix_row(models["paged"], args, prefix_cache)
+            for _ in budget.parts("prefix") for prefix_cache in (False, True)]
+
+
+def _prefix_row(model, args, prefix_cache):
+    """A line, with the cache or without."""
     shared = random_prompt(500, model.config.vocab_size)
-    table = []
-    for prefix_cache in (False, True):
-        scheduler = engine.ContinuousBatchingScheduler(model, SLOTS, prefill_chunk=args.prefill_chunk,
-                                                       prefix_cache=prefix_cache)
-        requests = [engine.Request([*shared, n, n, n], greedy(8)) for n in range(4)]    # 3 tokens of its own each
-        start = time.monotonic()
-        for request in requests:
-            drain_steps(scheduler, request)
-        table.append({"prefix cache": "on" if prefix_cache else "off", "requests": len(requests),
-                      "prompt tokens": 503 * len(requests), "cached": sum(r.cached_tokens for r in requests),
-                      "first token ms": 1e3 * statistics.median(r.token_times[0] - r.arrival_time for r in requests),
-                      "seconds": time.monotonic() - start})
-    return table
+    scheduler = engine.ContinuousBatchingScheduler(model, SLOTS, prefill_chunk=args.prefill_chunk,
+                                                   prefix_cache=prefix_cache)
+    requests = [engine.Request([*shared, n, n, n], greedy(8)) for n in range(4)]        # 3 tokens of its own each
+    start = time.monotonic()
+    for request in requests:
+        drain_steps(scheduler, request)
+    return {"prefix cache": "on" if prefix_cache else "off", "requests": len(requests),
+            "prompt tokens": 503 * len(requests), "cached": sum(r.cached_tokens for r in requests),
+            "first token ms": 1e3 * statistics.median(r.token_times[0] - r.arrival_time for r in requests),
+            "seconds": time.monotonic() - start}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -513,11 +639,29 @@ class Replay(engine.Speculator):
         return self.text[made:made + min(self.tokens, left - 1)]
 
 
-def bench_speculation(models: dict[str, engine.GPT2], args: argparse.Namespace) -> Table:
+SPECULATION_SECONDS = 3.0  # of the text without guesses
+
+
+def parts_of_speculation(costs: StepCosts, args: argparse.Namespace) -> list[Part]:
+    """One part: what is compared are ratios. The text is made once, then without guesses, with free ones, with tiny's;
+    all that takes as long as some 4 texts."""
+    tokens = min(args.tokens, 60, max(8, int(SPECULATION_SECONDS / costs.step)))
+    return [Part("speculation", None, 5 * tokens * costs.step)]
+
+
+def bench_speculation(models: dict[str, engine.GPT2], args: argparse.Namespace, budget: Budget) -> Table:
     """One stream alone, with `tiny` guessing, and with guesses that are always right."""
+    table = []
+    for _ in budget.parts("speculation"):
+        tokens = budget.tokens("speculation", min(args.tokens, 60), SPECULATION_SECONDS)
+        table += _speculation_rows(models, tokens)
+    return table
+
+
+def _speculation_rows(models, tokens):
+    """A line for each kind of guesses, on a text of so many tokens."""
     model = models["paged"]
     prompt = sentence_prompt()
-    tokens = min(args.tokens, 60)
     text = list(engine.generate(model, prompt, greedy(tokens)))
     drafts = {"off": None, "always right, at no cost": Replay(models["no-cache"], text)}
     # tiny has GPT-2's vocabulary; for a model with another one it can't guess.
@@ -528,22 +672,26 @@ def bench_speculation(models: dict[str, engine.GPT2], args: argparse.Namespace) 
         start = time.perf_counter()
         same = list(engine.generate(model, prompt, greedy(tokens), draft=draft)) == text
         rate = tokens / (time.perf_counter() - start)
-        table.append({"guesses": name, "match": "yes" if same else "NO",
+        table.append({"guesses": name, "new": tokens, "match": "yes" if same else "NO",
                       "acceptance": draft.acceptance if draft else 0.0, "tokens/s": rate})
         table[-1]["speed-up"] = rate / table[0]["tokens/s"]
     return table
 
 
+# In the order in which they run: what needs no compiled kernels comes first, what compiles the most last.
 BENCHMARKS = {
-    "generation": ("Generation, batch 1, greedy; ms a token without the first, median of the runs", bench_generation),
     "bytes": ("K/V of one decode step, all layers: bytes read and written to store it, bytes allocated", bench_bytes),
     "bandwidth": ("A decode step against the memory's speed, and its parts in ms", bench_bandwidth),
-    "dtypes": ("Weights by dtype; largest logits error (of the largest logit) and perplexity on a text of tiny",
-               bench_dtypes),
-    "batching": (f"Batching, {SLOTS} slots; all requests arrive at once; latencies in ms", bench_batching),
+    "generation": ("Generation, batch 1, greedy; ms a token without the first, median of the runs", bench_generation),
     "prefix": ("Prefix cache: prompts that share 500 tokens, one after another", bench_prefix),
     "speculation": ("Speculative decoding, 4 guesses a step", bench_speculation),
+    "batching": (f"Batching, {SLOTS} slots; all requests arrive at once; latencies in ms", bench_batching),
+    "dtypes": ("Weights by dtype; largest logits error (of the largest logit) and perplexity on a text of tiny",
+               bench_dtypes),
 }
+PARTS = {"bytes": parts_of_bytes, "bandwidth": parts_of_bandwidth, "generation": parts_of_generation,
+         "prefix": parts_of_prefix, "speculation": parts_of_speculation, "batching": parts_of_batching,
+         "dtypes": parts_of_dtypes}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -605,6 +753,9 @@ def plot_results(results: dict[str, Any], path: str) -> None:
     if "batching" in results:
         mosaic += [["static", "static"], ["continuous", "continuous"]]
         heights += [1, 1]
+    if not mosaic:
+        say(f"{path} is not drawn: the time did not reach for what it shows.")
+        return
     figure, axes = pyplot().subplot_mosaic(mosaic, figsize=(10, 1.8 * sum(heights)), layout="constrained",
                                            height_ratios=heights)
     for name in curves:
@@ -615,13 +766,28 @@ def plot_results(results: dict[str, Any], path: str) -> None:
     save_figure(figure, results, f"{machine['threads']} threads, {machine['processor']}", path)
 
 
+def make_budget(models: dict[str, engine.GPT2], args: argparse.Namespace, progress: Progress) -> Budget:
+    """The budget of what --only, --full and --runs ask for."""
+    costs = StepCosts(models, progress)
+    names = [args.only] if args.only else list(BENCHMARKS)
+    return Budget(names, lambda name: PARTS[name](costs, args), None if args.full else BUDGET, progress, costs)
+
+
 def run_benchmarks(args: argparse.Namespace) -> None:
-    """The benchmarks of --only (all without it): a table each, and the files of --json and --plot."""
+    """The benchmarks of --only (all without it): a table each, and the files of --json and --plot.
+
+    Without --full they take BUDGET seconds, and a line says what was left out for that.
+    """
     check_outputs(args)
     # Random weights where gpt2 can't be had: a speed does not depend on their values. All variants share them.
     model = engine.load_model(args.model, engine.GPT2, dtype=args.dtype, stand_in="random")
     models = {name: engine.share_weights(model, variant) for name, variant in engine.VARIANTS.items()}
-    machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(), "runs": args.runs,
+    machine = {"model": model.name, "dtype": args.dtype, "threads": torch.get_num_threads(),
+               "runs": args.runs or ROUNDS, "budget": "none" if args.full else f"{BUDGET} s",
                "processor": engine.processor_name(), "system": platform.platform(terse=True),
                "torch": torch.__version__}
-    report(machine, BENCHMARKS, args, plot_results, models, args)
+    progress = Progress()
+    budget = make_budget(models, args, progress)
+    report(machine, BENCHMARKS, args, plot_results, models, args, budget, progress=progress)
+    if budget.omissions():
+        print(f"\n{budget.omissions()}")

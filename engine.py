@@ -1,6 +1,6 @@
 """GPT-2 inference from scratch: the plain model, the places where keys and values live, and the variants made of both.
 
-    python engine.py                                 benchmarks: no cache, KV-cache, paged
+    python engine.py                                 benchmarks: no cache, KV-cache, paged; two minutes
     python engine.py --prompt "The meaning of life is" --model tiny
 
 The one idea: every variant runs the same blocks, and they differ only in where keys and values live. That place is an
@@ -18,7 +18,8 @@ The other files, each importing only those above it:
     engine.py                   this file; offers every public name of all of them
     instructions.py             what the kernels of engine_cpu.py say in a processor's vector instructions
     engine_cpu.py               numba kernels       engine_cuda.py      Triton kernels, CUDA graphs
-    quantization.py             weights of 8 bits
+    quantization.py             weights of 8 bits   tuning.py           kernels fit themselves to the machine
+    budget.py                   how much is measured in two minutes
     benchmarks.py               what each is worth  benchmarks_cuda.py  the same on a GPU
     demo.py                     the server and its page
 """
@@ -704,7 +705,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=CPU_DTYPES)
     add("--threads", type=int, help="default: the physical cores")
     add("--tokens", type=int, default=100, help="new tokens (default 100)")
-    add("--runs", type=int, default=3, help="rounds of each measurement (default 3)")
+    add("--full", action="store_true", help="measure everything, however long it takes (default: what fits in "
+                                            f"{benchmarks.BUDGET} s)")
+    add("--runs", type=int, help=f"rounds of each measurement (default {benchmarks.ROUNDS}, fewer where time is short)")
     add("--prefill-chunk", type=int, default=128, help="prompt tokens a step when batching (default 128)")
     add("--only", choices=benchmarks.BENCHMARKS, help="one benchmark")
     add("--tune", action="store_true", help="show what the kernels' choices cost on this machine, and choose anew")
@@ -727,7 +730,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     with ends_with_one_line("engine.py"):
         check_number("--threads", args.threads, Integral, 1, 1024, optional=True)
-        check_number("--runs", args.runs, Integral, 1, 1000)
+        check_number("--runs", args.runs, Integral, 1, 1000, optional=True)
         check_number("--prefill-chunk", args.prefill_chunk, Integral, 1, 100_000)
         check_number("--tokens", args.tokens, Integral, 1 if args.prompt is not None else 2, 1024)
         importlib.import_module("engine_cpu").use_threads(args.threads)
@@ -743,33 +746,36 @@ def main(argv: Sequence[str] | None = None) -> None:
 # `import engine` is all that a user imports: every public name of the project's modules is found here. Those of modules
 # that import this one, and of lower ones that are not used above, are looked up when they are asked for.
 __all__ = [
-    "ABOVE_0", "ACTIVATIONS", "ASSETS", "BENCHMARKS", "BUFFERS", "CONV1D", "CPU_DTYPES", "DTYPES", "FEW_ROWS",
-    "FORMATS", "GPT2", "HASH_1", "HASH_2", "HASH_GOLDEN", "HUB_SECONDS", "KV", "LABELS", "MANY_ROWS", "MLP", "PLAIN",
-    "QUERY_BLOCK", "SCORED_CHUNK", "SENTENCE", "SHAPES", "SIZE_LIMITS", "SLOTS", "VARIANTS", "Attention", "Backend",
-    "Block", "ByteCounter", "ContinuousBatchingScheduler", "GPT2Cached", "GPT2Config", "GPT2Paged", "GrowingKV",
-    "Int8Linear", "LayerNorm", "Linear", "OutOfPages", "OutputToken", "PagePool", "PageTable", "PagedKV",
-    "PagedKVCache", "PrefixCache", "QueueFull", "Recompute", "Replay", "Request", "RowPlan", "Runner",
-    "SamplingParams", "Source", "Speculator", "StepResult", "StepRow", "TextStream", "TokenLogprobs", "UserError",
-    "as_array", "attention", "bench_bandwidth", "bench_batching", "bench_bytes", "bench_dtypes", "bench_generation",
-    "bench_prefix", "bench_serving", "bench_speculation", "best_backend", "check_config_field", "check_ids",
-    "check_number", "check_outputs", "check_positions", "check_request", "choose_narrowing", "chosen_and_top",
-    "clip_runs", "count_bytes", "cpu_kernels", "drain_steps", "draw", "empty_model", "empty_weight",
-    "exponential_noise", "find_model", "finish_if_done", "first_line", "generate", "gpt2_or", "greedy", "hub_failure",
-    "hub_folder", "latencies", "load_model", "load_tokenizer", "main", "median_seconds", "model_folder", "noise_keys",
-    "onednn_multiplies", "output_limit", "outputs_match", "parse_args", "parse_dtype", "physical_cores", "plan_rows",
-    "plot_curves", "plot_results", "plot_timelines", "print_table", "process_logits", "processor_features",
-    "processor_name", "pyplot", "quantize", "query_blocks", "random_prompt", "random_weights", "read_bandwidth",
-    "read_config", "read_tensors", "read_weights", "report", "require_match", "run_benchmarks", "run_prompt",
-    "run_request", "sample", "sample_records", "save_figure", "sentence_prompt", "share_weights", "shown", "slots_of",
-    "snapshot", "step_parts", "stream_text", "take_tokens", "time_generation", "token_logprobs", "token_name",
-    "truncate", "use_threads", "weight_bytes", "weight_files", "with_weights",
+    "ABOVE_0", "ACTIVATIONS", "ASSETS", "BATCHING_SECONDS", "BENCHMARKS", "BUDGET", "BUFFERS", "CONV1D", "CPU_DTYPES",
+    "DTYPES", "DTYPE_SECONDS", "FEW_ROWS", "FORMATS", "GENERATION_SECONDS", "GPT2", "HASH_1", "HASH_2", "HASH_GOLDEN",
+    "HUB_SECONDS", "KV", "LABELS", "MANY_ROWS", "MLP", "PARTS", "PLAIN", "QUERY_BLOCK", "ROUNDS", "SCORED_CHUNK",
+    "SENTENCE", "SHAPES",
+    "SIZE_LIMITS", "SLOTS", "SPECULATION_SECONDS", "VARIANTS", "Attention", "Backend", "Block", "Budget", "ByteCounter",
+    "ContinuousBatchingScheduler", "GPT2Cached", "GPT2Config", "GPT2Paged", "GrowingKV", "Int8Linear", "LayerNorm",
+    "Linear", "OutOfPages", "OutputToken", "PagePool", "PageTable", "PagedKV", "PagedKVCache", "Part", "PrefixCache",
+    "Progress", "QueueFull", "Recompute", "Replay", "Request", "RowPlan", "Runner", "SamplingParams", "Source",
+    "Speculator", "StepCosts", "StepResult", "StepRow", "TextStream", "TokenLogprobs", "UserError", "as_array",
+    "attention", "bench_bandwidth", "bench_batching", "bench_bytes", "bench_dtypes", "bench_generation", "bench_prefix",
+    "bench_serving", "bench_speculation", "best_backend", "check_config_field", "check_ids", "check_number",
+    "check_outputs", "check_positions", "check_request", "choose_narrowing", "chosen_and_top", "clip_runs",
+    "count_bytes", "cpu_kernels", "drain_steps", "draw", "empty_model", "empty_weight", "exponential_noise",
+    "find_model", "finish_if_done", "first_line", "generate", "gpt2_or", "greedy", "hub_failure", "hub_folder",
+    "latencies", "load_model", "load_tokenizer", "main", "make_budget", "median_seconds", "model_folder", "noise_keys",
+    "onednn_multiplies", "output_limit", "outputs_match", "parse_args", "parse_dtype", "parts_of_bandwidth",
+    "parts_of_batching", "parts_of_bytes", "parts_of_dtypes", "parts_of_generation", "parts_of_prefix",
+    "parts_of_speculation", "physical_cores", "plan_rows", "plot_curves", "plot_results", "plot_timelines",
+    "print_table", "process_logits", "processor_features", "processor_name", "pyplot", "quantize", "query_blocks",
+    "random_prompt", "random_weights", "read_bandwidth", "read_config", "read_tensors", "read_weights", "report",
+    "require_match", "run_benchmarks", "run_prompt", "run_request", "sample", "sample_records", "save_figure", "say",
+    "sentence_prompt", "share", "share_weights", "shown", "slots_of", "snapshot", "step_parts", "stream_text",
+    "take_tokens", "time_generation", "token_logprobs", "token_name", "truncate", "use_threads", "weight_bytes",
+    "weight_files", "with_weights",
 ]
 
 
 def __getattr__(name: str):
     for module in ("errors", "tokenizer", "checkpoint", "sampling", "scheduler", "instructions", "engine_cpu",
-                   "quantization", "tuning",
-                   "benchmarks"):
+                   "quantization", "tuning", "budget", "benchmarks"):
         if not name.startswith("_") and hasattr(importlib.import_module(module), name):
             globals()[name] = getattr(importlib.import_module(module), name)           # found at once from now on
             return globals()[name]

@@ -243,14 +243,14 @@ def test_no_folder_for_compiled_kernels_is_no_error(tmp_path):
 
 def test_benchmarks_run_and_write_what_they_print(tmp_path):
     """All of them on the sample model, small: tables, JSON and picture, and no progress bar in a pipe."""
-    done = run("--model", "tiny", "--tokens", "4", "--runs", "1", "--threads", "1",
+    done = run("--model", "tiny", "--tokens", "4", "--runs", "1", "--threads", "1", "--full",
                "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png"))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("Match: yes") == 5
     results = json.loads((tmp_path / "r.json").read_text())
     assert results["machine"]["model"] == "tiny" and results["machine"]["threads"] == 1
     assert [row["prompt"] for row in results["generation"]] == [5] * 3 + [16] * 3 + [512] * 3 + [900] * 3
-    assert all(row["ms a token"] > 0 for row in results["generation"])
+    assert all(row["ms a token"] > 0 and row["runs"] == 1 for row in results["generation"])
     moved = {(row["stored"], row["variant"]): row["moved KB a step"] for row in results["bytes"]}
     assert moved[900, "KV-cache (torch.cat)"] > 20 * moved[16, "KV-cache (torch.cat)"]
     assert moved[900, "KV-cache (pages)"] == moved[16, "KV-cache (pages)"]
@@ -272,11 +272,12 @@ def test_benchmarks_run_and_write_what_they_print(tmp_path):
 
 def test_a_mismatch_stops_the_benchmark(tiny_models, monkeypatch, capsys):
     broken = dict(zip(engine.VARIANTS, tiny_models.values()))
+    args = engine.parse_args(["--runs", "1", "--only", "generation", "--full"])
     true = engine.GPT2Paged.forward
     for factor in (1.01, float("nan")):
         monkeypatch.setattr(engine.GPT2Paged, "forward", lambda *a, **k: true(*a, **k) * factor)  # noqa: B023
         with pytest.raises((SystemExit, FloatingPointError)):
-            engine.bench_generation(broken, engine.parse_args(["--runs", "1"]))
+            engine.bench_generation(broken, args, engine.make_budget(broken, args, engine.Progress()))
     assert "Match: NO" in capsys.readouterr().out
 
 
