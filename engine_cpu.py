@@ -37,12 +37,7 @@ MANY_AT_ONCE = 512  # rows of which a task multiplies a panel, beyond FEW_ROWS
 QUERY_BLOCK = 128  # queries of a prompt that a task attends,
 KEY_BLOCK = 64     # and over how many keys at a time
 # Beyond so many rows torch multiplies on processors not known to have AVX2: some have a unit for it that it alone uses.
-# On others our kernels are ahead at any number, since a block is one call: a prompt of GPT-2, ms on 2 cores of a Zen 5,
-# ours / oneDNN's products with our attention:
-#     tokens              100       136       1,000
-#     float32         54 / 68   72 / 73   525 / 588
-#     bfloat16        31 / 36   41 / 46   323 / 327
-#     int8            30 / 68   41 / 79   338 / 357
+# On others ours are ahead at any number, since a block is one call and its products run near the arithmetic's limit.
 MANY_ROWS = 64
 
 
